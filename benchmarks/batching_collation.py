@@ -44,7 +44,8 @@ def _collation_case(rows: int, tokens: int, batches: int, repeats: int) -> dict[
     from torch.utils.data import DataLoader
     from transformers import DataCollatorWithPadding
 
-    from hf_memopt import BucketedCollator, LengthBuckets, bucketed, token_lengths
+    from hf_memopt import BucketedCollator, bucketed, token_lengths
+    from hf_memopt.types import LengthBuckets
 
     lengths = np.random.default_rng(0).integers(tokens // 2, tokens + 1, rows * batches * 4)
     ids = arrow_dataset(lengths).data.column("input_ids").chunk(0)

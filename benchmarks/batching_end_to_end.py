@@ -142,7 +142,7 @@ def _even_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any
 
 def matching_budget(lengths: Any, *, seed: int = 0) -> int:
     """Return the budget, a multiple of 8, with as many batches an epoch as batches of 32 examples, or just fewer."""
-    from hf_memopt import LengthBuckets
+    from hf_memopt.types import LengthBuckets
 
     wanted = -(-len(lengths) // BATCH_SIZE)
     low = -(-int(lengths.max()) // 8)  # the longest row must fit

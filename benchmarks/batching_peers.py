@@ -277,7 +277,7 @@ def ours(**settings: Any) -> Callable[[Lengths, int, int], Sampler]:
     """Return the builder of ``LengthBuckets(max_tokens=budget, **settings)``."""
 
     def build(lengths: Lengths, budget: int, world_size: int) -> Sampler:
-        from hf_memopt import LengthBuckets
+        from hf_memopt.types import LengthBuckets
 
         return _planned(LengthBuckets(lengths, max_tokens=budget, world_size=world_size, **settings))
 
@@ -288,7 +288,7 @@ def ours_batch_size(size_of: Callable[[Lengths, int], int]) -> Callable[[Lengths
     """Return the builder of ``LengthBuckets(batch_size=...)``."""
 
     def build(lengths: Lengths, budget: int, world_size: int) -> Sampler:
-        from hf_memopt import LengthBuckets
+        from hf_memopt.types import LengthBuckets
 
         return _planned(LengthBuckets(lengths, batch_size=size_of(lengths, budget), world_size=world_size))
 

@@ -30,8 +30,8 @@ from fit_points import (
 )
 
 import hf_memopt
-from hf_memopt import GPUS
 from hf_memopt.components import COMPONENTS, CONTEXT, UNUSED
+from hf_memopt.gpus import GPUS
 from hf_memopt.plotting import DARK, LIGHT
 from hf_memopt.prediction.memory import margin_of
 from hf_memopt.prediction.memory.models import known_models

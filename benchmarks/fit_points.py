@@ -24,8 +24,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import numpy as np
 from fit_moments import Row, components_at, first_near, pieces_of, weights_at
 
-from hf_memopt import GPUS, Estimate, Gpu, NotEstimableError, estimate, find_gpu
+from hf_memopt import Estimate, NotEstimableError, estimate
 from hf_memopt.components import COMPONENTS, CONTEXT, UNUSED
+from hf_memopt.gpus import GPUS, Gpu, find_gpu
 from hf_memopt.prediction.memory.cuda import workspace_bytes
 from hf_memopt.prediction.memory.estimation import precision_for
 from hf_memopt.prediction.memory.models import default_length, known_models, load_model, most_tokens

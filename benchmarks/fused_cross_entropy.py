@@ -17,7 +17,7 @@ import torch
 import transformers
 from results_file import MACHINE, last_row, markdown, show
 
-from hf_memopt import fuse_cross_entropy
+from hf_memopt.techniques import fuse_cross_entropy
 from hf_memopt.units import format_bytes
 
 ROWS, TOKENS = 64, 128

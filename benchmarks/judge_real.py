@@ -84,7 +84,9 @@ def build(row: Row, meta: Any, folder: Path) -> Any:
     if row.get("prepare") == "ours":
         hf_memopt.prepare_quantized(model)
     if "tile_tokens" in row:
-        hf_memopt.tile_layers(model, row["tile_tokens"])  # here: on the stand-in its probe would see no values
+        hf_memopt.techniques.tile_layers(
+            model, row["tile_tokens"]
+        )  # here: on the stand-in its probe would see no values
     if "streamed" in row:
         hf_memopt.stream_layers(model)
     return model
@@ -110,9 +112,11 @@ def trainer_of(row: Row, meta: Any, folder: Path) -> Trainer:
         **{name: row[name] for name in ("optim", "max_grad_norm", "gradient_accumulation_steps") if name in row},
     )
     if row.get("gradient_release"):
-        options["optimizer_cls_and_kwargs"] = hf_memopt.released_optimizer(args, model, rounding=rounding)
+        options["optimizer_cls_and_kwargs"] = hf_memopt.low_memory_optimizer(
+            args, model, release=True, rounding=rounding
+        )
     elif rounding != "nearest":
-        options["optimizer_cls_and_kwargs"] = hf_memopt.rounded_optimizer(args, model, rounding=rounding)
+        options["optimizer_cls_and_kwargs"] = hf_memopt.low_memory_optimizer(args, model, rounding=rounding)
     if row.get("prediction_loss_only") is False:
         options["compute_metrics"] = lambda found: {"rows": float(len(found.label_ids))}
     trainer = Trainer(

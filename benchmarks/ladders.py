@@ -22,8 +22,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from results_file import markdown
 
-from hf_memopt import PRESETS, Estimate, estimate, find_gpu
+from hf_memopt import PRESETS, Estimate, estimate
 from hf_memopt.components import parts_of
+from hf_memopt.gpus import find_gpu
 from hf_memopt.plotting import check_picture, write_picture
 from hf_memopt.prediction.recipes import largest_divisor
 from hf_memopt.prediction.reports.pictures import Bar

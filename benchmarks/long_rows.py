@@ -21,8 +21,8 @@ from results_file import append, markdown
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_memopt import tile_layers
 from hf_memopt.prediction.memory.tracking import StorageTracker
+from hf_memopt.techniques import tile_layers
 from hf_memopt.training.binding import enable_checkpointing
 from hf_memopt.training.binding.undo import UndoHandle, override_method, undo_all
 

@@ -27,7 +27,9 @@ from typing import Any
 import numpy as np
 from results_file import RESULTS, append, markdown
 
-from hf_memopt import Rehearsal, find_gpu, rehearse
+from hf_memopt import rehearse
+from hf_memopt.gpus import find_gpu
+from hf_memopt.types import Rehearsal
 from hf_memopt.units import to_gib
 
 EVALUATE = "def load(*names, **settings):\n    return None\n"  # a rehearsal computes no metrics

@@ -21,7 +21,9 @@ from typing import Any, NamedTuple
 
 from results_file import RESULTS, append, markdown
 
-from hf_memopt import Rehearsal, find_gpu, rehearse
+from hf_memopt import rehearse
+from hf_memopt.gpus import find_gpu
+from hf_memopt.types import Rehearsal
 from hf_memopt.units import to_gib
 
 SCRIPTS = Path(__file__).with_name("rehearsed")

@@ -36,7 +36,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_memopt import EmbeddingBitsCallback, attach, rounded_optimizer
+from hf_memopt import EmbeddingBitsCallback, attach, low_memory_optimizer
 from hf_memopt.training.techniques.optimizers import optimizer_state_bytes
 
 Run = Callable[[str, int], dict[str, float]]
@@ -78,7 +78,7 @@ def train(
         disable_tqdm=True,
         dataloader_pin_memory=False,
     )
-    chosen = {"optimizer_cls_and_kwargs": rounded_optimizer(args, model, way)} if way in WAYS[2:] else {}
+    chosen = {"optimizer_cls_and_kwargs": low_memory_optimizer(args, model, rounding=way)} if way in WAYS[2:] else {}
     built = Trainer(
         model=model, args=args, train_dataset=rows, callbacks=[EmbeddingBitsCallback()], **chosen, **trainer
     )

@@ -44,7 +44,7 @@ from table_of_code import cli_help, compatibility, presets, tested_versions
 from table_of_demo import demo_results, rescue_log
 from table_pictures import stale_pictures, write_pictures
 
-from hf_memopt import GPUS
+from hf_memopt.gpus import GPUS
 from hf_memopt.prediction.memory.models import known_models
 
 ROOT = Path(__file__).resolve().parent.parent

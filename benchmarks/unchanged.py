@@ -26,7 +26,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import results_file
 from plans import LARGEST_CELLS, MODEL_CELLS, Cell, planned
 
-from hf_memopt import GPUS, Estimate, Plan, estimate, plan
+from hf_memopt import Estimate, Plan, estimate, plan
+from hf_memopt.gpus import GPUS
 
 FILE = results_file.RESULTS / "unchanged.jsonl"
 SAME_SPEED = 0.95

@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 from tables import tables
 
-from hf_memopt import Estimate, Gpu, StepSettings
+from hf_memopt import Estimate
+from hf_memopt.gpus import Gpu
 from hf_memopt.prediction.memory.tracking import COMPONENTS, Timeline
+from hf_memopt.types import StepSettings
 
 TABLES = tables(__file__)
 

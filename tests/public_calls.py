@@ -102,12 +102,6 @@ def _model_call(function: Any, model: Callable[[], Any], **valid: Any) -> Call:
     return Call(function, lambda folder: {"model": model(), **valid})
 
 
-def _optimizer(kind: Any) -> None:
-    made, weight = kind, torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
-    weight.grad = torch.ones_like(weight)
-    made([weight], lr=0.1).step()
-
-
 # ---- Methods, as functions
 
 
@@ -151,13 +145,13 @@ def _recipe(**values: Any) -> None:
     made.model_kwargs()
 
 
-SETTINGS = {item.name: item.default for item in fields(m.StepSettings)}
+SETTINGS = {item.name: item.default for item in fields(m.types.StepSettings)}
 RECIPE = {item.name: item.default for item in fields(m.Recipe) if item.name not in ("name", "purpose", "reasons")}
 
 CALLS: dict[str, Call] = {
     # ---- Data
     "LengthBuckets": Call(
-        m.LengthBuckets,
+        m.types.LengthBuckets,
         lambda folder: {
             **{"lengths": LENGTHS, "batch_size": 2, "max_tokens": None, "n_buckets": "auto", "boundaries": None},
             **{"seed": 0, "world_size": 1, "pad_to_multiple_of": 8, "too_long": "error"},
@@ -165,11 +159,11 @@ CALLS: dict[str, Call] = {
         lambda found: (found.plan(0), found.diagnostics()),
     ),
     "LengthBuckets of tokens": Call(
-        m.LengthBuckets,
+        m.types.LengthBuckets,
         lambda folder: {"lengths": LENGTHS, "max_tokens": 32, "boundaries": [8, 16], "too_long": "drop"},
         lambda found: found.plan(0),
     ),
-    "LengthBuckets.plan": Call(m.LengthBuckets(LENGTHS, batch_size=2).plan, lambda folder: {"epoch": 0}),
+    "LengthBuckets.plan": Call(m.types.LengthBuckets(LENGTHS, batch_size=2).plan, lambda folder: {"epoch": 0}),
     "LengthBucketedBatchSampler": Call(
         m.LengthBucketedBatchSampler,
         lambda folder: {"lengths": LENGTHS, "batch_size": 2, "seed": 0, "world_size": 1, "rank": None},
@@ -247,43 +241,36 @@ CALLS: dict[str, Call] = {
         lambda found: found([{"input_features": [[0.0]], "labels": [9, 5]}]),
     ),
     # ---- Models and optimizers
-    "checkpoint_layers": _model_call(m.checkpoint_layers, llama, policy="full", offload=False),
+    "checkpoint_layers": _model_call(m.techniques.checkpoint_layers, llama, policy="full", offload=False),
     "stream_layers": _model_call(
         m.stream_layers,
         lambda: tiny.llama(**{**SIZES, "num_hidden_layers": 3}),
         **{"prefetch": 1, "rows": None, "embeddings_on_host": False, "device": "cpu"},
     ),
-    "freeze": replace(_model_call(m.freeze, bert, patterns="embeddings"), also={"model": ("no parameter of Linear",)}),
-    "fuse_cross_entropy": _model_call(m.fuse_cross_entropy, llama, chunk_bytes=None),
-    "tile_layers": _model_call(m.tile_layers, lambda: tiny.bert(**{**SIZES, "intermediate_size": 64}), tile_tokens=4),
-    "quantize_experts": _model_call(m.quantize_experts, _mixture, double_quant=True),
+    "freeze": replace(
+        _model_call(m.techniques.freeze, bert, patterns="embeddings"), also={"model": ("no parameter of Linear",)}
+    ),
+    "fuse_cross_entropy": _model_call(m.techniques.fuse_cross_entropy, llama, chunk_bytes=None),
+    "tile_layers": _model_call(
+        m.techniques.tile_layers, lambda: tiny.bert(**{**SIZES, "intermediate_size": 64}), tile_tokens=4
+    ),
+    "quantize_experts": _model_call(m.techniques.quantize_experts, _mixture, double_quant=True),
     "add_adapters": _model_call(m.add_adapters, llama, lora=2, lora_alpha=4, lora_targets=("q_proj",)),
     "prepare_quantized": _model_call(
         m.prepare_quantized, lambda: torch.nn.Sequential(torch.nn.Embedding(4, 64), Linear4bit(64, 64)).bfloat16()
     ),
     "sparse_tied_embedding": _model_call(
-        m.sparse_tied_embedding, lambda: tiny.llama(**SIZES, tie_word_embeddings=True)
+        m.techniques.sparse_tied_embedding, lambda: tiny.llama(**SIZES, tie_word_embeddings=True)
     ),
-    "gradient_release": Call(
-        m.gradient_release,
-        lambda folder: {"optimizer_class": torch.optim.SGD, "max_tensor_norm": 1.0, "trust": False},
-        _optimizer,
-    ),
-    "sixteen_bit_optimizer": Call(
-        m.sixteen_bit_optimizer, lambda folder: {"optimizer_class": torch.optim.SGD, "rounding": "kahan"}, _optimizer
-    ),
-    "released_optimizer": Call(
-        m.released_optimizer,
+    "low_memory_optimizer": Call(
+        m.low_memory_optimizer,
         lambda folder: {
-            **{"args": tiny.arguments(folder), "model": bert(), "max_tensor_norm": None, "trust": False},
-            "rounding": "stochastic",
+            **{"optimizer": tiny.arguments(folder), "model": bert(), "max_tensor_norm": 1.0, "trust": False},
+            **{"release": True, "rounding": "stochastic"},
         },
     ),
-    "rounded_optimizer": Call(
-        m.rounded_optimizer, lambda folder: {"args": tiny.arguments(folder), "model": bert(), "rounding": "stochastic"}
-    ),
     "override_embedding_bits": Call(
-        lambda model, optimizer, bits: m.override_embedding_bits(
+        lambda model, optimizer, bits: m.techniques.override_embedding_bits(
             model, AdamW8bit(model.parameters()) if isinstance(optimizer, str) else optimizer, bits
         ),
         lambda folder: {"model": bert(), "optimizer": "its own", "bits": 32},
@@ -332,7 +319,7 @@ CALLS: dict[str, Call] = {
         is_slow=True,
     ),
     "Estimate.plot": _picture(lambda **arguments: estimated().plot(**arguments)),
-    "StepSettings": Call(m.StepSettings, lambda folder: SETTINGS),
+    "StepSettings": Call(m.types.StepSettings, lambda folder: SETTINGS),
     "StepSettings, estimated": Call(
         lambda **settings: m.estimate(tiny.llama_config(**SIZES), batch_size=1, seq_len=8, **settings),
         lambda folder: SETTINGS,
@@ -340,9 +327,9 @@ CALLS: dict[str, Call] = {
         skip=("gradient_accumulation_steps", "optimizer_memory"),  # as many as asked for are simulated; a user's code
         is_slow=True,
     ),
-    "find_gpu": Call(m.find_gpu, lambda folder: {"gpu": "T4"}),
+    "find_gpu": Call(m.gpus.find_gpu, lambda folder: {"gpu": "T4"}),
     "custom_gpu": Call(
-        m.custom_gpu,
+        m.gpus.custom_gpu,
         lambda folder: {"memory": "8GB", "compute_capability": "8.6", "name": "mine"},
         lambda found: m.estimate(tiny.llama_config(**SIZES), batch_size=1, seq_len=8, gpu=found).table(),
     ),

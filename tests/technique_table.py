@@ -212,8 +212,11 @@ def _optimizer(names: tuple[str, ...], settings: dict[str, Any], *, use: bool) -
     kind: Any = AdamW if is_8bit else torch.optim.SGD
     options = {"optim_bits": 8, "betas": (0.9, 0.999), "eps": 1e-8} if is_8bit else {}
     if is_rounded:
-        kind = m.sixteen_bit_optimizer(kind, "kahan") if use else masters_by_hand(kind)
-    return m.gradient_release(kind) if is_released else kind, {"lr": settings["learning_rate"], **options}
+        kind = m.low_memory_optimizer(kind, rounding="kahan") if use else masters_by_hand(kind)
+    return m.low_memory_optimizer(kind, release=True) if is_released else kind, {
+        "lr": settings["learning_rate"],
+        **options,
+    }
 
 
 def masters_by_hand(kind: Any) -> Any:

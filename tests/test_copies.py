@@ -52,12 +52,12 @@ def test_the_error_of_a_missing_extra(way: str) -> None:
 
 
 def built_optimizers() -> list[Any]:
-    rounded = hf_memopt.sixteen_bit_optimizer(torch.optim.AdamW, "kahan")
-    released = hf_memopt.gradient_release(rounded, max_tensor_norm=1.0)
-    return [hf_memopt.gradient_release(torch.optim.SGD), rounded, released, OfMine]
+    rounded = hf_memopt.low_memory_optimizer(torch.optim.AdamW, rounding="kahan")
+    released = hf_memopt.low_memory_optimizer(rounded, release=True, max_tensor_norm=1.0)
+    return [hf_memopt.low_memory_optimizer(torch.optim.SGD, release=True), rounded, released, OfMine]
 
 
-class OfMine(hf_memopt.gradient_release(torch.optim.AdamW)):  # type: ignore[misc]
+class OfMine(hf_memopt.low_memory_optimizer(torch.optim.AdamW, release=True)):  # type: ignore[misc]
     """A user's subclass is found by its name."""
 
 

@@ -7,7 +7,8 @@ from functools import cache
 from typing import Any
 
 import tiny
-from hf_memopt import Gpu, Plan, custom_gpu, plan
+from hf_memopt import Plan, plan
+from hf_memopt.gpus import Gpu, custom_gpu
 from hf_memopt.units import parse_bytes
 
 LENGTHS = [64] * 20 + [40] * 10 + [8] * 70

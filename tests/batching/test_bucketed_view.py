@@ -22,7 +22,8 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset
 from transformers import Trainer
 
 import tiny
-from hf_memopt import BucketedCollator, Change, attach, bucketed, packed, sorted_by_length, token_lengths
+from hf_memopt import BucketedCollator, attach, bucketed, packed, sorted_by_length, token_lengths
+from hf_memopt.types import Change
 
 COUNT = 36
 LENGTHS = [(7 * i) % 23 + 1 for i in range(COUNT)]

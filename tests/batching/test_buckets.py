@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tables import refuses, table
 
-from hf_memopt import LengthBuckets
+from hf_memopt.types import LengthBuckets
 
 
 def round_up(length: int, multiple: int) -> int:

@@ -39,7 +39,8 @@ from transformers import (
 )
 
 import tiny
-from hf_memopt import BucketedCollator, Change, attach, packed
+from hf_memopt import BucketedCollator, attach, packed
+from hf_memopt.types import Change
 
 
 @given(lengths=LENGTHS, side=SIDES, multiple=st.sampled_from([None, 8]))

@@ -19,15 +19,8 @@ from test_packed_rows import tiny_model
 from transformers import DataCollatorWithFlattening, Trainer
 
 import tiny
-from hf_memopt import (
-    BucketedCollator,
-    Change,
-    LengthBuckets,
-    MicrobatchCallback,
-    attach,
-    bucketed,
-    sorted_by_length,
-)
+from hf_memopt import BucketedCollator, MicrobatchCallback, attach, bucketed, sorted_by_length
+from hf_memopt.types import Change, LengthBuckets
 
 COUNT, MAX_TOKENS = 36, 64
 LENGTHS = [(7 * i) % 23 + 2 for i in range(COUNT)]

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from tables import refuses, whole
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
-from hf_memopt import LengthBuckets, padding_report
+from hf_memopt import padding_report
+from hf_memopt.types import LengthBuckets
 
 MOST_SIMULATED = 200_000
 

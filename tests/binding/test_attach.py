@@ -34,7 +34,9 @@ from two_ranks import run_pair
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
 SPLITS = [(8, 1), (4, 2), (2, 4)]  # per device x accumulation: 8 examples per optimizer step
-BERT_CHANGE = m.Change("model_accepts_loss_kwargs", True, False, whole("the loss of BertForSequenceClassification"))
+BERT_CHANGE = m.types.Change(
+    "model_accepts_loss_kwargs", True, False, whole("the loss of BertForSequenceClassification")
+)
 
 
 def bert_trainer(tmp_path: Any, trainer_class: type[Trainer] = Trainer, **settings: Any) -> Trainer:

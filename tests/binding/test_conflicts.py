@@ -17,11 +17,11 @@ from tables import table
 from transformers import Trainer
 
 import tiny
-from hf_memopt import FusedCrossEntropyCallback, MicrobatchCallback, attach, gradient_release
+from hf_memopt import FusedCrossEntropyCallback, MicrobatchCallback, attach, low_memory_optimizer
 from hf_memopt.technique_list import TECHNIQUES, VARIANTS
 from hf_memopt.training.binding import checkpointing_arguments
 
-RELEASED = gradient_release(torch.optim.SGD), {"lr": 0.1}
+RELEASED = low_memory_optimizer(torch.optim.SGD, release=True), {"lr": 0.1}
 
 
 def make_trainer(folder: Any, *callbacks: Any, world_size: int = 1, **given: Any) -> Trainer:
@@ -128,8 +128,11 @@ def passed(kind: Any, folder: Any) -> Trainer:
 OPTIMIZERS: dict[str, tuple[bool, Callable[[Any], Trainer]]] = {
     "class": (True, lambda folder: make_trainer(folder, optimizer_cls_and_kwargs=RELEASED)),
     "built": (True, lambda folder: built(make_trainer(folder, optimizer_cls_and_kwargs=RELEASED))),
-    "passed": (True, lambda folder: passed(gradient_release(torch.optim.AdamW), folder)),
-    "passed, 8 bits": (True, lambda folder: passed(gradient_release(bitsandbytes.optim.AdamW8bit), folder)),
+    "passed": (True, lambda folder: passed(low_memory_optimizer(torch.optim.AdamW, release=True), folder)),
+    "passed, 8 bits": (
+        True,
+        lambda folder: passed(low_memory_optimizer(bitsandbytes.optim.AdamW8bit, release=True), folder),
+    ),
     "plain": (False, lambda folder: passed(torch.optim.AdamW, folder)),
     "plain, 8 bits": (False, lambda folder: passed(bitsandbytes.optim.AdamW8bit, folder)),
 }

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import BertForMaskedLM
 
 import tiny
-from hf_memopt import fuse_cross_entropy
+from hf_memopt.techniques import fuse_cross_entropy
 from language_models import distance, gradients
 
 VOCABULARY = 100

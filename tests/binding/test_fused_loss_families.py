@@ -10,7 +10,7 @@ import pytest
 import torch
 from slow_cases import slow_except
 
-from hf_memopt import fuse_cross_entropy
+from hf_memopt.techniques import fuse_cross_entropy
 from language_models import ENCODERS, FAMILIES, FEW, LOW, VOCABULARY, batch, build, distance, gradients
 
 CHUNK_BYTES = VOCABULARY * 4 * 16  # 16 rows of float32, so that there are several chunks

@@ -14,7 +14,7 @@ from tables import whole
 from torch.utils.checkpoint import checkpoint
 
 import tiny
-from hf_memopt import fuse_cross_entropy
+from hf_memopt.techniques import fuse_cross_entropy
 from language_models import distance, gradients
 
 VOCABULARY = 100

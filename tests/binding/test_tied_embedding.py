@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import language_models
 import tiny
-from hf_memopt import sparse_tied_embedding
+from hf_memopt.techniques import sparse_tied_embedding
 from hf_memopt.training.binding import enable_checkpointing
 from language_models import VOCABULARY
 

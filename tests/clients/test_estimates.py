@@ -26,7 +26,7 @@ from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, S
 import tiny
 import trl_clients
 from client import arguments
-from hf_memopt import StepSettings, estimate
+from hf_memopt import estimate
 from hf_memopt.prediction.memory import estimate_of
 from hf_memopt.prediction.memory.cuda import CudaSemantics
 from hf_memopt.prediction.memory.models import example_batch, load_model
@@ -38,6 +38,7 @@ from hf_memopt.prediction.memory.settings import BatchShape, NotEstimableError
 from hf_memopt.prediction.memory.tracking import StorageTracker
 from hf_memopt.prediction.recipes.running.script import Running
 from hf_memopt.training.binding import checkpointing_of, enable_checkpointing
+from hf_memopt.types import StepSettings
 
 EXAMPLES, LENGTH = 4, 32  # of a batch, and the tokens of each
 SMALL = {"vocab_size": 40_000, "hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 256}

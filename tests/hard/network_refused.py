@@ -46,7 +46,8 @@ def look() -> None:
 
 
 def estimates() -> None:
-    from hf_memopt import estimate, find_gpu
+    from hf_memopt import estimate
+    from hf_memopt.gpus import find_gpu
 
     command("estimate", "--list-models")
     command("estimate", "bert-base-uncased", "--batch-size", "1", "--seq-len", "16", "--gpu", "T4")

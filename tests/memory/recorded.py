@@ -15,7 +15,7 @@ from host_semantics import HostSemantics
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_memopt import StepSettings, estimate
+from hf_memopt import estimate
 from hf_memopt.prediction.memory.allocator import ReplayPlan
 from hf_memopt.prediction.memory.allocator.replay import replay
 from hf_memopt.prediction.memory.cuda import CudaSemantics, run_backward
@@ -28,6 +28,7 @@ from hf_memopt.prediction.memory.recording.step import record_step, recording
 from hf_memopt.prediction.memory.recording.streamed import RecordedStream
 from hf_memopt.prediction.memory.tracking import StorageTracker
 from hf_memopt.training.binding.model_changes import add_adapters
+from hf_memopt.types import StepSettings
 
 
 def prepared(model: Any, settings: StepSettings) -> Any:

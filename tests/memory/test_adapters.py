@@ -13,7 +13,8 @@ from slow_cases import slow_except
 from transformers import BitsAndBytesConfig
 
 import tiny
-from hf_memopt import Estimate, estimate, estimate_from_arguments, freeze
+from hf_memopt import Estimate, estimate, estimate_from_arguments
+from hf_memopt.techniques import freeze
 
 # peft 0.21 asks a transformers 5.23 model for is_gradient_checkpointing, which that version renamed.
 peft_reads_old_name = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

@@ -12,7 +12,8 @@ import torch
 import transformers
 
 import tiny
-from hf_memopt import bucketed, estimate, find_gpu
+from hf_memopt import bucketed, estimate
+from hf_memopt.gpus import find_gpu
 
 SIZES: dict[str, Any] = {"batch_size": 2, "precision": "fp32"}
 

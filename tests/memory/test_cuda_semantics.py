@@ -8,7 +8,7 @@ from blocks import empty as meta
 from recorded import prepared, record
 
 import tiny
-from hf_memopt import StepSettings
+from hf_memopt.types import StepSettings
 
 
 @pytest.mark.parametrize("accelerator", [None, torch.device("cuda")], ids=["build for the CPU", "build for CUDA"])

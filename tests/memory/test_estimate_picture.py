@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from hand_made import MIB, SMALL, hand_made
-from hf_memopt import Estimate, Gpu
+from hf_memopt import Estimate
 from hf_memopt.components import COLOURS, COMPONENTS
+from hf_memopt.gpus import Gpu
 
 LARGE = Gpu("Card 80GB", 81920 * MIB, 80000 * MIB, 400 * MIB, (9, 0), "made up for the tests")
 

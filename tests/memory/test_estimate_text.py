@@ -16,9 +16,10 @@ from peft import LoraConfig
 from rich.console import Console
 
 from hand_made import MIB, SMALL, hand_made
-from hf_memopt import Estimate, __version__, freeze
+from hf_memopt import Estimate, __version__
 from hf_memopt.components import COMPONENTS, parts_of
 from hf_memopt.prediction.memory.output import print_estimate
+from hf_memopt.techniques import freeze
 
 
 def set_up(found: Estimate) -> str:

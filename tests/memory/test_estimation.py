@@ -17,8 +17,10 @@ from tables import refuses, tables
 from transformers import T5Config
 
 import tiny
-from hf_memopt import Estimate, NotEstimableError, estimate, find_gpu, freeze, recipe
+from hf_memopt import Estimate, NotEstimableError, estimate, recipe
 from hf_memopt.components import COMPONENTS, parts_of
+from hf_memopt.gpus import find_gpu
+from hf_memopt.techniques import freeze
 
 TABLES = tables(__file__)
 

@@ -11,7 +11,8 @@ from recorded import allocator_peak, peak_bytes, prepared, record
 from slow_cases import slow_except
 from transformers import GenerationConfig, Seq2SeqTrainingArguments, T5Config, WhisperConfig
 
-from hf_memopt import StepSettings, estimate, estimate_from_arguments
+from hf_memopt import estimate, estimate_from_arguments
+from hf_memopt.types import StepSettings
 
 # torch 2.13 says so whenever the state of oneDNN is read
 pytestmark = pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN:UserWarning")

@@ -11,11 +11,11 @@ from recorded import allocator_peak, replayed_peak
 from transformers import Trainer
 
 import tiny
-from hf_memopt import StepSettings
 from hf_memopt.prediction.memory.models import example_batch, load_model
 from hf_memopt.prediction.memory.optimizers import optimizer_memory, parameter_facts
 from hf_memopt.prediction.memory.recording.step import record_step
 from hf_memopt.training.binding import checkpointing_arguments, enable_checkpointing
+from hf_memopt.types import StepSettings
 
 # torch 2.13 says so whenever the state of oneDNN is read
 pytestmark = pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN:UserWarning")

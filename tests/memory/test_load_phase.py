@@ -12,7 +12,8 @@ import transformers
 from test_quantized import Tracker, cuda_kernels
 
 import tiny
-from hf_memopt import custom_gpu, estimate
+from hf_memopt import estimate
+from hf_memopt.gpus import custom_gpu
 from hf_memopt.prediction.memory.models import load_model
 from hf_memopt.prediction.memory.quantized import load_events, quantize
 from hf_memopt.prediction.memory.recording.step import _weights

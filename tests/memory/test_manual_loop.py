@@ -11,7 +11,7 @@ from slow_cases import slow_except
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import tiny
-from hf_memopt import StepSettings
+from hf_memopt.types import StepSettings
 
 # torch 2.13 says so whenever the state of oneDNN is read
 pytestmark = pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN:UserWarning")

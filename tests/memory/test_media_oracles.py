@@ -14,7 +14,7 @@ import transformers
 from recorded import example_batch, peak_bytes, prepared, record
 
 import tiny
-from hf_memopt import StepSettings
+from hf_memopt.types import StepSettings
 
 TEXT = {
     **{"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},

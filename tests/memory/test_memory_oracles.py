@@ -19,7 +19,7 @@ from slow_cases import slow_except
 from torch import nn
 
 import tiny
-from hf_memopt import StepSettings
+from hf_memopt.types import StepSettings
 
 pytestmark = [
     # the deprecated name of activation checkpointing, asked for by peft; seen in peft 0.18 with transformers 5.23

@@ -13,7 +13,7 @@ import transformers
 from blocks import empty as meta
 from torch import nn
 
-from hf_memopt import GPUS, StepSettings
+from hf_memopt.gpus import GPUS
 from hf_memopt.prediction.memory.optimizers import ParameterFacts, optimizer_memory
 from hf_memopt.prediction.memory.step_time import Operation, Prices, StepCosts
 from hf_memopt.prediction.memory.step_time import prices as module
@@ -23,6 +23,7 @@ from hf_memopt.prediction.memory.step_time.streaming import (
     HOST_BYTES_PER_SECOND,
     Streaming,
 )
+from hf_memopt.types import StepSettings
 
 A100 = "A100 80GB"
 aten = torch.ops.aten

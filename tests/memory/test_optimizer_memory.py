@@ -14,7 +14,7 @@ from torch import nn
 from transformers import Trainer
 
 import tiny
-from hf_memopt import StepSettings, rounded_optimizer
+from hf_memopt import low_memory_optimizer
 from hf_memopt.prediction.memory.optimizers import (
     OptimizerMemory,
     ParameterFacts,
@@ -24,6 +24,7 @@ from hf_memopt.prediction.memory.optimizers import (
 from hf_memopt.prediction.memory.optimizers import state_and_temporaries as optimizer_module
 from hf_memopt.prediction.memory.tracking import StorageTracker
 from hf_memopt.training.techniques.optimizers import sixteen_bit_weights
+from hf_memopt.types import StepSettings
 
 SCALARS_BYTES = 128  # norms, means, root mean squares: single numbers that are alive at a peak
 pytestmark = [pytest.mark.filterwarnings(text) for text in WARNINGS]
@@ -118,7 +119,7 @@ ROUNDED = ("adamw_torch", "adamw_torch_fused", "sgd, momentum", "adagrad", "rmsp
 
 def rounded(model: nn.Module, case: str, rounding: Any, tmp_path: Any) -> Any:
     args = tiny.arguments(tmp_path, optim=case.split(",")[0], learning_rate=1e-3, **CASES[case])
-    chosen = rounded_optimizer(args, model, rounding)
+    chosen = low_memory_optimizer(args, model, rounding=rounding)
     return as_on_a_gpu(Trainer(model=model, args=args, optimizer_cls_and_kwargs=chosen).create_optimizer())
 
 

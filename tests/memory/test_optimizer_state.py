@@ -17,7 +17,7 @@ from transformers import LlamaConfig, Trainer
 from transformers.training_args import OptimizerNames
 
 import tiny
-from hf_memopt import Estimate, NotEstimableError, estimate, rounded_optimizer
+from hf_memopt import Estimate, NotEstimableError, estimate, low_memory_optimizer
 from hf_memopt.components import COMPONENTS
 
 TORCH = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
@@ -180,7 +180,7 @@ def test_state_of_rounded_weights(optim: str, rounding: str, mixed: bool, tmp_pa
             parameter.data = parameter.data.float()
     GlobalOptimManager.get_instance().initialize()
     args = tiny.arguments(tmp_path, optim=optim, learning_rate=1e-3)
-    chosen = rounded_optimizer(args, model, rounding)
+    chosen = low_memory_optimizer(args, model, rounding=rounding)
     optimizer = Trainer(model=model, args=args, optimizer_cls_and_kwargs=chosen).create_optimizer()
     gradients(model)
     optimizer.step()

@@ -11,7 +11,8 @@ from recorded import prepared, record, surroundings
 from torch import nn
 
 import tiny
-from hf_memopt import NotEstimableError, StepSettings
+from hf_memopt import NotEstimableError
+from hf_memopt.types import StepSettings
 
 BATCH, SEQ = 2, 12
 FP32 = StepSettings(precision="fp32")

@@ -17,7 +17,9 @@ from torch import nn
 from transformers import BertModel, BitsAndBytesConfig, ViTConfig, VitsConfig
 
 import tiny
-from hf_memopt import NotEstimableError, StepSettings, estimate, estimate_from_arguments, find_gpu
+from hf_memopt import NotEstimableError, estimate, estimate_from_arguments
+from hf_memopt.gpus import find_gpu
+from hf_memopt.types import StepSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # of peft
 

@@ -18,7 +18,8 @@ from transformers.integrations import integration_utils
 from transformers.trainer_utils import TrainOutput
 
 import tiny
-from hf_memopt import MemoryReading, MemoryReportCallback, attach, print_gpu_utilization, print_summary
+from hf_memopt import MemoryReportCallback, attach, print_gpu_utilization, print_summary
+from hf_memopt.types import MemoryReading
 
 GIB = 2**30
 MIB = 2**20

@@ -12,9 +12,10 @@ from peft import LoraConfig
 from slow_cases import slow_except
 
 import tiny
-from hf_memopt import estimate, freeze
+from hf_memopt import estimate
 from hf_memopt.prediction.memory.recording import sessions
 from hf_memopt.prediction.memory.recording.step import record_step
+from hf_memopt.techniques import freeze
 
 
 @pytest.fixture

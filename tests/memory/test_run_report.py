@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,16 +18,8 @@ from transformers import Trainer
 
 import scarcity
 import tiny
-from hf_memopt import (
-    MemoryReportCallback,
-    MicrobatchCallback,
-    NotEstimableError,
-    attach,
-    custom_gpu,
-    find_gpu,
-    gradient_release,
-    released_optimizer,
-)
+from hf_memopt import MemoryReportCallback, MicrobatchCallback, NotEstimableError, attach, low_memory_optimizer
+from hf_memopt.gpus import custom_gpu, find_gpu
 from hf_memopt.prediction.memory import estimate_of
 
 BATCH = 6
@@ -238,11 +231,21 @@ OPTIMIZERS: list[tuple[str, dict[str, Any], Any, dict[str, Any]]] = [
     ),
     ("built", {}, bitsandbytes.optim.AdamW8bit, {"optim": "adamw_8bit", "embedding_bits": 8}),
     ("built", {}, bitsandbytes.optim.PagedLion32bit, {"optim": "paged_lion_32bit"}),
-    ("class", {}, (gradient_release(torch.optim.SGD), {}), {"optim": "sgd", "gradient_release": True}),
+    (
+        "class",
+        {},
+        (low_memory_optimizer(torch.optim.SGD, release=True), {}),
+        {"optim": "sgd", "gradient_release": True},
+    ),
     ("class", {}, (bitsandbytes.optim.AdamW8bit, {}), {"optim": "adamw_8bit", "embedding_bits": 8}),
-    ("named", {"optim": "adamw_bnb_8bit"}, released_optimizer, {"optim": "adamw_8bit", "embedding_bits": 32}),
-    ("named", {"optim": "adamw_torch"}, released_optimizer, {"optim": "adamw_torch"}),
-    ("named", {"optim": "adafactor"}, released_optimizer, {"optim": "adafactor"}),
+    (
+        "named",
+        {"optim": "adamw_bnb_8bit"},
+        partial(low_memory_optimizer, release=True),
+        {"optim": "adamw_8bit", "embedding_bits": 32},
+    ),
+    ("named", {"optim": "adamw_torch"}, partial(low_memory_optimizer, release=True), {"optim": "adamw_torch"}),
+    ("named", {"optim": "adafactor"}, partial(low_memory_optimizer, release=True), {"optim": "adafactor"}),
 ]
 
 

@@ -6,9 +6,9 @@ import dataclasses
 from typing import Any
 
 import tiny
-from hf_memopt import StepSettings
 from hf_memopt.training.binding import checkpointing_of
 from hf_memopt.training.binding import versions as compat
+from hf_memopt.types import StepSettings
 
 NAMES = [item.name for item in dataclasses.fields(StepSettings)]
 

@@ -14,7 +14,8 @@ import pytest
 import transformers
 
 import tiny
-from hf_memopt import GPUS, Estimate, custom_gpu, estimate
+from hf_memopt import Estimate, estimate
+from hf_memopt.gpus import GPUS, custom_gpu
 
 A100 = "A100 80GB"
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"

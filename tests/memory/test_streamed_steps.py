@@ -12,7 +12,8 @@ from slow_cases import slow_except
 from transformers import Trainer
 
 import tiny
-from hf_memopt import StepSettings, StreamedLayersCallback, attach, estimate, released_optimizer
+from hf_memopt import StreamedLayersCallback, attach, estimate, low_memory_optimizer
+from hf_memopt.types import StepSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 LAYERS, ROWS, TOKENS = 5, 4, 16
@@ -71,7 +72,11 @@ def trained_peak(folder: Path, step: dict[str, Any]) -> int:
     model, options = llama(), {"optim": "adamw_torch_fused", "max_grad_norm": step.get("max_grad_norm", 1.0)}
     args = tiny.arguments(folder, per_device_train_batch_size=ROWS, max_steps=3, **options)
     row = {"input_ids": [5] * TOKENS, "labels": [5] * TOKENS}
-    released = {"optimizer_cls_and_kwargs": released_optimizer(args, model)} if "gradient_release" in step else {}
+    released = (
+        {"optimizer_cls_and_kwargs": low_memory_optimizer(args, model, release=True)}
+        if "gradient_release" in step
+        else {}
+    )
     callback = StreamedLayersCallback(embeddings_on_host="embeddings_on_host" in step)
     attach(Recorded(model, args, train_dataset=[row] * 3 * ROWS, callbacks=[callback], **released)).train()
     return Recorded.peak

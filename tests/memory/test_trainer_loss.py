@@ -14,13 +14,14 @@ from test_host_oracle import HostSemantics
 from transformers import Trainer
 
 import tiny
-from hf_memopt import StepSettings, estimate
+from hf_memopt import estimate
 from hf_memopt.prediction.memory import estimate_of
 from hf_memopt.prediction.memory.models import example_batch, load_model
 from hf_memopt.prediction.memory.optimizers import optimizer_memory, parameter_facts
 from hf_memopt.prediction.memory.recording import trainer_loss
 from hf_memopt.prediction.memory.recording.step import record_step
 from hf_memopt.prediction.memory.settings import BatchShape, NotEstimableError
+from hf_memopt.types import StepSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN:UserWarning")  # torch 2.13
 EXAMPLES, LENGTH = 8, 32

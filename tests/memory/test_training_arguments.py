@@ -12,10 +12,12 @@ import transformers
 from transformers import Trainer
 
 import tiny
-from hf_memopt import StepSettings, estimate, estimate_from_arguments, find_gpu
+from hf_memopt import estimate, estimate_from_arguments
+from hf_memopt.gpus import find_gpu
 from hf_memopt.prediction.memory import estimate_of
 from hf_memopt.prediction.memory.settings import BatchShape, NotEstimableError
 from hf_memopt.training.binding import checkpointing_arguments
+from hf_memopt.types import StepSettings
 
 
 @pytest.fixture(autouse=True)

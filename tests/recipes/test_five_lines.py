@@ -17,7 +17,7 @@ from hf_memopt import (
     MemoryReportCallback,
     MicrobatchCallback,
     Recipe,
-    gradient_release,
+    low_memory_optimizer,
     recipe,
 )
 
@@ -89,7 +89,7 @@ def test_micro_batching_is_left_out_beside_what_it_does_not_work_with_and_refuse
         "callbacks=",
         lambda: wired(tmp_path, released, dataset(), callbacks=[MicrobatchCallback()]),
     )
-    own = {"optimizer_cls_and_kwargs": (gradient_release(torch.optim.SGD), {"lr": 0.1})}
+    own = {"optimizer_cls_and_kwargs": (low_memory_optimizer(torch.optim.SGD, release=True), {"lr": 0.1})}
     plain = recipe("cpu").replace(micro_batching=False)
     trainer = wired(tmp_path, plain, dataset(), **own, training_arguments={"max_grad_norm": 0, "max_steps": 1})
     assert trainer.train().global_step == 1

@@ -8,7 +8,8 @@ import sys
 import pytest
 from slow_cases import slow_except
 
-from hf_memopt import estimate, find_gpu, recipe
+from hf_memopt import estimate, recipe
+from hf_memopt.gpus import find_gpu
 
 SMALLEST_GPUS = {
     "4gb-gpu": ("GTX 1650", "RTX 3050 4GB"),

@@ -28,13 +28,13 @@ from hf_memopt import (
     MicrobatchCallback,
     PrecisionCallback,
     Recipe,
-    StepSettings,
     preset,
     read_memory,
     recipe,
 )
 from hf_memopt.training.binding import versions
 from hf_memopt.training.devices import GPUS, choose_precision
+from hf_memopt.types import StepSettings
 
 NAMES = ["4gb-gpu", "6gb-gpu", "8gb-gpu", "12gb-gpu", "16gb-gpu", "24gb-gpu", "40gb-gpu", "80gb-gpu", "cpu"]
 PAGED_ON_CPU = "ignore:Paged optimizers are not supported on CPU:UserWarning"  # bitsandbytes 0.50 says so once

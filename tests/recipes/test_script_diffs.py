@@ -62,4 +62,4 @@ def test_two_words_make_one_optimizer(words: tuple[str, ...], tmp_path: Path) ->
     optimizer = trainer.optimizer.optimizer
     assert (type(optimizer).__name__, optimizer.rounding) == ("ReleasedSixteenBitAdamW", "stochastic")
     assert (trainer.args.max_grad_norm, trainer.model.dtype) == (0, torch.bfloat16)
-    assert "model.to(torch.bfloat16), max_grad_norm=0, optimizer_cls_and_kwargs=released_optimizer(" in said[-1]
+    assert "model.to(torch.bfloat16), max_grad_norm=0, optimizer_cls_and_kwargs=low_memory_optimizer(" in said[-1]

@@ -182,7 +182,7 @@ def released(folder: Path, *callbacks: Any) -> Numbers:
     """Train with AdamW; with ``None`` for a callback it steps within the backward pass."""
     args = tiny.arguments(folder, **SETTINGS, optim="adamw_torch")
     model = classifier(2, late=96)
-    chosen = m.released_optimizer(args, model) if callbacks == (None,) else None
+    chosen = m.low_memory_optimizer(args, model, release=True) if callbacks == (None,) else None
     return train(
         folder,
         *filter(None, callbacks),
@@ -242,11 +242,11 @@ CASES = [
     Case("backward", "a batch and gradients", _train(model=lambda: classifier(12, late=96)), 56, MICRO, CUT, EQUAL),
     Case(
         *("optimizer step", "the state of AdamW, made at step 1", released, 90, MICRO, CUT, "refused by name"),
-        refusal="released_optimizer(args, model)",
+        refusal="low_memory_optimizer(args, model, release=True)",
     ),
     Case(
         *("optimizer step", "the state of AdamW, made at step 1", released, 90, lambda: (None,)),
-        *("`released_optimizer`", "one gradient at a time; equal losses"),
+        *("`low_memory_optimizer`", "one gradient at a time; equal losses"),
     ),
     Case(
         *("evaluation", "a batch", _evaluate(kept_logits=False), 30, MICRO, CUT),

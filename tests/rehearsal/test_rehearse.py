@@ -16,9 +16,10 @@ import pytest
 from invoked import invoked
 from torch.utils.data import DataLoader
 
-from hf_memopt import Rehearsal, rehearse
+from hf_memopt import rehearse
 from hf_memopt.prediction.recipes.running.longest_rows import LongestRows
 from hf_memopt.prediction.rehearsal import RehearsalError
+from hf_memopt.types import Rehearsal
 
 on_stand_in = pytest.mark.stand_in
 STORED = Path(__file__).with_name("rehearsed.json").read_text(encoding="utf-8")

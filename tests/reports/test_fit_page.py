@@ -14,8 +14,8 @@ from chromium import Chromium
 from fit_moments import Row
 from fit_points import curve, errors_of, kernels_of, parts_at, random_point
 
-from hf_memopt import GPUS
 from hf_memopt.components import verdict_of
+from hf_memopt.gpus import GPUS
 from hf_memopt.prediction.memory import margin_of
 
 PAGES_BYTES = 80 * 2**20  # four pages of the allocator with expandable segments

@@ -15,7 +15,8 @@ from tokenizers.processors import ByteLevel, TemplateProcessing
 from transformers import EvalPrediction
 
 import tiny
-from hf_memopt import BucketedCollator, Rows, read_rows
+from hf_memopt import BucketedCollator, read_rows
+from hf_memopt.types import Rows
 
 TABLES = tables(__file__)
 

@@ -9,18 +9,12 @@ import torch
 from transformers import Trainer
 
 import tiny
-from hf_memopt import (
-    CheckpointingCallback,
-    FreezeCallback,
-    TiledLayersCallback,
-    attach,
-    released_optimizer,
-)
+from hf_memopt import CheckpointingCallback, FreezeCallback, TiledLayersCallback, attach, low_memory_optimizer
 
 
 def released(folder: Any, model: Any, *, is_attached: bool = True) -> Trainer:
     args = tiny.arguments(folder, max_grad_norm=0.0, max_steps=2, lr_scheduler_type="constant", learning_rate=1e-2)
-    optimizer = {"optimizer_cls_and_kwargs": released_optimizer(args, model)}
+    optimizer = {"optimizer_cls_and_kwargs": low_memory_optimizer(args, model, release=True)}
     trainer = Trainer(model=model, args=args, train_dataset=tiny.rows(16), **optimizer)
     return attach(trainer) if is_attached else trainer
 

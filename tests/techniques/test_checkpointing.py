@@ -20,20 +20,15 @@ from transformers import Trainer, TrainerCallback, default_data_collator
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import tiny
-from hf_memopt import (
-    Change,
-    CheckpointingCallback,
-    attach,
-    checkpoint_layers,
-    estimate,
-    stream_layers,
-)
+from hf_memopt import CheckpointingCallback, attach, estimate, stream_layers
+from hf_memopt.techniques import checkpoint_layers
 from hf_memopt.training.binding import checkpointing_arguments, enable_checkpointing, versions
 from hf_memopt.training.techniques.checkpointing.selective import (
     KEPT_ATTENTIONS,
     KEPT_PRODUCTS,
     activation_memory_budget,
 )
+from hf_memopt.types import Change
 from technique_table import same
 
 POLICIES = ("full", "every_2", "first_1", "selective")

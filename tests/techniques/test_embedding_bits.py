@@ -16,7 +16,8 @@ from torch import nn
 from transformers import Trainer
 
 import tiny
-from hf_memopt import EmbeddingBitsCallback, override_embedding_bits
+from hf_memopt import EmbeddingBitsCallback
+from hf_memopt.techniques import override_embedding_bits
 
 # bitsandbytes 0.50.2 on a machine without a GPU
 pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU:UserWarning")

@@ -24,8 +24,10 @@ from torch import nn
 from transformers import Trainer
 
 import tiny
-from hf_memopt import Change, FreezeCallback, attach, freeze
+from hf_memopt import FreezeCallback, attach
+from hf_memopt.techniques import freeze
 from hf_memopt.training.binding import checkpointing_arguments
+from hf_memopt.types import Change
 from two_ranks import run_pair
 
 pytestmark = [

@@ -11,7 +11,7 @@ from slow_cases import slow_except
 from transformers import Trainer, default_data_collator
 
 import tiny
-from hf_memopt import FusedCrossEntropyCallback, MicrobatchCallback, attach, gradient_release
+from hf_memopt import FusedCrossEntropyCallback, MicrobatchCallback, attach, low_memory_optimizer
 from hf_memopt.training.binding import checkpointing_arguments
 
 FUSED = (
@@ -56,7 +56,9 @@ COMBINED: dict[str, dict[str, Any]] = {
     "accumulation": {"gradient_accumulation_steps": 2},
     "checkpointing": checkpointing_arguments(use_reentrant=False),
     "reentrant checkpointing": checkpointing_arguments(use_reentrant=True),
-    "gradient release": {"given": {"optimizer_cls_and_kwargs": (gradient_release(torch.optim.SGD), {"lr": 0.1})}},
+    "gradient release": {
+        "given": {"optimizer_cls_and_kwargs": (low_memory_optimizer(torch.optim.SGD, release=True), {"lr": 0.1})}
+    },
     "norm clipping": {"max_grad_norm": 0.1},
     "tied": {"model": {"tie_word_embeddings": True}},
     "micro-batches": {"callbacks": [MicrobatchCallback(max_tokens=24)]},

@@ -24,7 +24,7 @@ from transformers import Trainer
 from transformers.optimization import Adafactor
 
 import tiny
-from hf_memopt import estimate, gradient_release, released_optimizer
+from hf_memopt import estimate, low_memory_optimizer
 from hf_memopt.technique_list import TECHNIQUES, Refusal
 from hf_memopt.training.binding import checkpointing_arguments
 from technique_table import same
@@ -78,7 +78,7 @@ def run(optimizer_class: Any, options: dict[str, Any], steps: int = 3) -> tuple[
 def released(optimizer_class: Any = SGD, model: nn.Module | None = None, lr: float = 0.1, **given: Any) -> Any:
     """Return a model and its released optimizer."""
     model = network() if model is None else model
-    return model, gradient_release(optimizer_class, **given)(model.parameters(), lr=lr)
+    return model, low_memory_optimizer(optimizer_class, **given, release=True)(model.parameters(), lr=lr)
 
 
 def none_released(model: nn.Module) -> bool:
@@ -124,7 +124,7 @@ assert {"AdamW8bit", "PagedAdamW8bit", "Lion8bit", "AdEMAMix8bit", "RMSprop8bit"
 def test_weights_and_state_are_the_plain_classs(name: str) -> None:
     kind, options = (KINDS | EIGHT_BIT)[name]
     plain_model, plain = run(kind, options)
-    model, optimizer = run(gradient_release(kind, trust=name == "trusted"), options)
+    model, optimizer = run(low_memory_optimizer(kind, release=True, trust=name == "trusted"), options)
     assert tiny.largest_difference(model, network()) > 0
     assert tiny.largest_difference(model, plain_model) == 0.0
     assert same(optimizer.state_dict(), plain.state_dict())
@@ -138,7 +138,7 @@ def test_weights_and_state_are_the_plain_classs(name: str) -> None:
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit"])
 def test_torchao(name: str) -> None:
     kind = getattr(pytest.importorskip("torchao.optim"), name)
-    models = [run(one, {}, steps=2)[0] for one in (kind, gradient_release(kind, trust=True))]
+    models = [run(one, {}, steps=2)[0] for one in (kind, low_memory_optimizer(kind, release=True, trust=True))]
     assert tiny.largest_difference(*models) == 0.0
 
 
@@ -166,7 +166,7 @@ def make_trainer(
     common = {"optim": "adamw_torch_fused", "learning_rate": 1e-3, "weight_decay": 0.1, "warmup_steps": 2}
     common |= {"per_device_train_batch_size": 4, "lr_scheduler_type": "cosine"}
     args = tiny.arguments(folder, **{**common, **settings})
-    chosen = {"optimizer_cls_and_kwargs": released_optimizer(args, model)} if is_released else {}
+    chosen = {"optimizer_cls_and_kwargs": low_memory_optimizer(args, model, release=True)} if is_released else {}
     data = tiny.rows(16) if rows is None else rows
     GlobalOptimManager.get_instance().initialize()  # what stock leaves there concerns the next 8-bit optimizer
     return Trainer(model=model, args=args, train_dataset=data, callbacks=list(callbacks), **chosen)
@@ -245,7 +245,7 @@ def test_only_the_largest_gradient_lives_and_the_estimate_knows(tmp_path: Path) 
 def test_each_tensor_is_clipped_by_itself() -> None:
     model, plain_model = network(), network()
     plain = AdamW(plain_model.parameters(), lr=1e-3)
-    optimizer = gradient_release(AdamW, max_tensor_norm=0.01)(model.parameters(), lr=1e-3)
+    optimizer = low_memory_optimizer(AdamW, release=True, max_tensor_norm=0.01)(model.parameters(), lr=1e-3)
     for step in range(3):
         backward(plain_model, step, 10)
         norms = [nn.utils.clip_grad_norm_(parameter, 0.01) for parameter in plain_model.parameters()]
@@ -284,7 +284,7 @@ def taken_back(pair: Any) -> Any:
     ids=["handle", "copy", "pickle"],
 )
 def test_without_its_hooks_it_is_a_plain_optimizer(made_plain: Callable[[Any], Any]) -> None:
-    model, optimizer = made_plain(run(gradient_release(AdamW), {}, steps=1))
+    model, optimizer = made_plain(run(low_memory_optimizer(AdamW, release=True), {}, steps=1))
     plain_model, plain = run(AdamW, {}, steps=1)
     for trained, own in ((model, optimizer), (plain_model, plain)):
         backward(trained)
@@ -371,7 +371,7 @@ def test_what_cannot_work_is_noticed_in_the_first_backward_pass(
 
 def test_accumulation_is_noticed_in_the_first_backward_pass(tmp_path: Path) -> None:
     model, settings = tiny.bert(), {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-    chosen = (gradient_release(SGD), {"lr": 0.1})
+    chosen = (low_memory_optimizer(SGD, release=True), {"lr": 0.1})
     with pytest.raises(RuntimeError) as error:
         tiny.train(model, tiny.rows(16), tmp_path, trainer_optimizer_cls_and_kwargs=chosen, **settings)
     assert str(error.value) == refused("accumulation")

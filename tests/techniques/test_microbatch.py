@@ -97,7 +97,7 @@ def test_memory_that_runs_out_in_the_optimizers_step_is_raised_with_what_to_do(t
     assert error.value.__notes__ == [
         "MicrobatchCallback: memory ran out in the optimizer's step, whose state and gradients are as large for any "
         "batch; expected an optimizer that fits. Keep a smaller state with optim='adamw_8bit', or one gradient at a "
-        "time with optimizer_cls_and_kwargs=released_optimizer(args, model)"
+        "time with optimizer_cls_and_kwargs=low_memory_optimizer(args, model, release=True)"
     ]
 
 

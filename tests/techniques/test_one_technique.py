@@ -11,7 +11,8 @@ from transformers import Trainer
 
 import hf_memopt
 import tiny
-from hf_memopt import attach, custom_gpu, plan
+from hf_memopt import attach, plan
+from hf_memopt.gpus import custom_gpu
 from hf_memopt.prediction.memory import estimate_of
 from hf_memopt.prediction.memory.settings import BatchShape
 from hf_memopt.prediction.recipes.planning.set_ups import ModelFacts, set_ups

@@ -21,9 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback
 
 import tiny
-from hf_memopt import Change, CheckpointingCallback, FreezeCallback, PrecisionCallback, attach
+from hf_memopt import CheckpointingCallback, FreezeCallback, PrecisionCallback, attach
 from hf_memopt.training.binding import checkpointing_arguments, enable_checkpointing
 from hf_memopt.training.devices import against_float16, check_precision, choose_precision, precision_support
+from hf_memopt.types import Change
 from hf_memopt.units import format_bytes
 
 Play = Callable[..., None]

@@ -18,18 +18,8 @@ from slow_cases import slow_except
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
 import tiny
-from hf_memopt import (
-    ExpertsConfig,
-    Recipe,
-    add_adapters,
-    attach,
-    checkpoint_layers,
-    estimate,
-    plan,
-    prepare_quantized,
-    quantize_experts,
-    stream_layers,
-)
+from hf_memopt import ExpertsConfig, Recipe, add_adapters, attach, estimate, plan, prepare_quantized, stream_layers
+from hf_memopt.techniques import checkpoint_layers, quantize_experts
 from technique_table import same
 
 pytestmark = [

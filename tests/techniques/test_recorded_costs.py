@@ -11,8 +11,8 @@ from test_quantized_experts import EIGHT, IDS, mixture
 from test_tiled_layers import Carrying, Choosing, Counting, Mixing, llama
 from torch import nn
 
-from hf_memopt import quantize_experts
 from hf_memopt.prediction.memory.tracking import StorageTracker
+from hf_memopt.techniques import quantize_experts
 from hf_memopt.training.binding.model_changes import add_adapters
 from hf_memopt.training.techniques.tiling.position_wise import find_places
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,7 @@ from torch import nn
 from transformers import Trainer
 
 import tiny
-from hf_memopt import (
-    EmbeddingBitsCallback,
-    PrecisionCallback,
-    attach,
-    gradient_release,
-    rounded_optimizer,
-    sixteen_bit_optimizer,
-)
+from hf_memopt import EmbeddingBitsCallback, PrecisionCallback, attach, low_memory_optimizer
 from technique_table import same
 
 pytestmark = [
@@ -106,8 +100,10 @@ MORE: dict[str, tuple[Any, dict[str, Any]]] = {
 )
 def test_weights_and_state_are_those_of_float32(kind: Any, options: Any, released: bool) -> None:
     parameters, masters = weights(), weights(torch.float32)
-    rounded = sixteen_bit_optimizer(kind, "kahan")
-    optimizer = (gradient_release(rounded) if released else rounded)(groups(parameters), lr=1e-3, **options)
+    rounded = low_memory_optimizer(kind, rounding="kahan")
+    optimizer = (low_memory_optimizer(rounded, release=True) if released else rounded)(
+        groups(parameters), lr=1e-3, **options
+    )
     plain = kind(groups(masters), lr=1e-3, **options)
     train(optimizer, parameters)
     train(plain, masters)
@@ -119,7 +115,10 @@ def test_weights_and_state_are_those_of_float32(kind: Any, options: Any, release
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, of_bitsandbytes.AdamW8bit])
 def test_stochastic_rounding_takes_one_of_the_two_neighbours(kind: Any) -> None:
     parameters, masters = weights(), weights(torch.float32)
-    optimizer, plain = sixteen_bit_optimizer(kind)(groups(parameters), lr=1e-3), kind(groups(masters), lr=1e-3)
+    optimizer, plain = (
+        low_memory_optimizer(kind, rounding="stochastic")(groups(parameters), lr=1e-3),
+        kind(groups(masters), lr=1e-3),
+    )
     train(optimizer, parameters, 1)
     train(plain, masters, 1)
     ups, expected = 0, 0.0
@@ -151,9 +150,9 @@ def fifty_updates(kind: Any, **options: Any) -> torch.Tensor:
 )
 def test_fifty_small_updates_of_one(kind: Any, options: dict[str, Any]) -> None:
     assert fifty_updates(kind, **options).unique().tolist() == [1.0]  # the plain class rounds each of them away
-    stochastic = fifty_updates(sixteen_bit_optimizer(kind), **options)
+    stochastic = fifty_updates(low_memory_optimizer(kind, rounding="stochastic"), **options)
     assert stochastic.mean().item() == pytest.approx(1.005, abs=5 * 0.0063 / 4096**0.5)  # five standard errors
-    kahan = fifty_updates(sixteen_bit_optimizer(kind, "kahan"), **options)
+    kahan = fifty_updates(low_memory_optimizer(kind, rounding="kahan"), **options)
     assert kahan.unique().tolist() == [1.0078125]  # the nearest to 1.005
 
 
@@ -162,7 +161,7 @@ def test_random_numbers_are_its_own_and_the_same_in_each_process() -> None:
     for seed in (1, 2):
         torch.manual_seed(seed)
         parameters = weights()
-        optimizer = sixteen_bit_optimizer(torch.optim.SGD)(parameters, lr=1e-3)
+        optimizer = low_memory_optimizer(torch.optim.SGD, rounding="stochastic")(parameters, lr=1e-3)
         before = torch.get_rng_state()
         train(optimizer, parameters)
         assert torch.equal(torch.get_rng_state(), before)
@@ -190,7 +189,12 @@ def trained(folder: Any, way: Callable[..., Any] | None, resume: str | None = No
 def test_arguments_that_are_not_the_trainers_own_are_refused(tmp_path: Path) -> None:
     other = tiny.arguments(tmp_path, optim="sgd")
     with pytest.raises(ValueError, match=r"^optim=") as error:
-        trained(tmp_path, lambda args, model: rounded_optimizer(other, model), optim="adamw_torch", callbacks=[])
+        trained(
+            tmp_path,
+            lambda args, model: low_memory_optimizer(other, model, rounding="stochastic"),
+            optim="adamw_torch",
+            callbacks=[],
+        )
     assert str(error.value) == (
         "optim='adamw_torch' names torch.optim.adamw.AdamW, and the Trainer has a class that was made of "
         "torch.optim.sgd.SGD; expected the one that its arguments name, in all runs. Make the class of "
@@ -205,15 +209,17 @@ def inner(trainer: Trainer) -> Any:
 def test_a_resumed_run_equals_the_straight_one(tmp_path: Path) -> None:
     """Its random numbers go on where they were."""
     saving = {"save_strategy": "steps", "save_steps": 2}
-    straight = trained(tmp_path, rounded_optimizer, **saving)
-    resumed = trained(tmp_path, rounded_optimizer, str(tmp_path / "checkpoint-2"), **saving)
+    straight = trained(tmp_path, partial(low_memory_optimizer, rounding="stochastic"), **saving)
+    resumed = trained(
+        tmp_path, partial(low_memory_optimizer, rounding="stochastic"), str(tmp_path / "checkpoint-2"), **saving
+    )
     assert tiny.largest_difference(straight.model, resumed.model) == 0.0
     assert same(inner(straight).state_dict(), inner(resumed).state_dict())
     assert inner(straight).state_dict()["rounding_updates"] > 0
 
 
 def test_dequantised_states_keep_what_rounding_cut_off(tmp_path: Path) -> None:
-    trainer = trained(tmp_path, lambda args, model: rounded_optimizer(args, model, "kahan"), callbacks=[])
+    trainer = trained(tmp_path, lambda args, model: low_memory_optimizer(args, model, rounding="kahan"), callbacks=[])
     embedding = trainer.model.get_input_embeddings().weight
     inner(trainer).state[embedding]["compensation"].fill_(7)
     attach(trainer, EmbeddingBitsCallback())
@@ -224,7 +230,13 @@ def test_dequantised_states_keep_what_rounding_cut_off(tmp_path: Path) -> None:
 
 
 def test_under_autocast_the_weights_stay_in_16_bits(tmp_path: Path) -> None:
-    trainer = trained(tmp_path, rounded_optimizer, bf16=True, callbacks=[precision := PrecisionCallback()], max_steps=1)
+    trainer = trained(
+        tmp_path,
+        partial(low_memory_optimizer, rounding="stochastic"),
+        bf16=True,
+        callbacks=[precision := PrecisionCallback()],
+        max_steps=1,
+    )
     assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.bfloat16}
     assert precision.changes == []
     trained(tmp_path, None, bf16=True, callbacks=[precision := PrecisionCallback()], max_steps=1)
@@ -234,8 +246,8 @@ def test_under_autocast_the_weights_stay_in_16_bits(tmp_path: Path) -> None:
 def test_checkpoints_go_both_ways() -> None:
     kinds = (
         torch.optim.AdamW,
-        sixteen_bit_optimizer(torch.optim.AdamW),
-        sixteen_bit_optimizer(torch.optim.AdamW, "kahan"),
+        low_memory_optimizer(torch.optim.AdamW, rounding="stochastic"),
+        low_memory_optimizer(torch.optim.AdamW, rounding="kahan"),
     )
     for start in kinds:
         parameters = weights()

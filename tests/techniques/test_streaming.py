@@ -20,14 +20,7 @@ from torch import nn
 from transformers import Trainer
 
 import tiny
-from hf_memopt import (
-    StreamedLayersCallback,
-    attach,
-    gradient_release,
-    released_optimizer,
-    sixteen_bit_optimizer,
-    stream_layers,
-)
+from hf_memopt import StreamedLayersCallback, attach, low_memory_optimizer, stream_layers
 from hf_memopt.training.binding import checkpointing_arguments, enable_checkpointing
 from technique_table import same
 
@@ -406,8 +399,8 @@ RELEASED = {
     "fused AdamW": (torch.optim.AdamW, {"fused": True}, {}),
     "clipped AdamW": (torch.optim.AdamW, {}, {"max_tensor_norm": 0.01}),
     "8-bit AdamW": (bitsandbytes.optim.AdamW, EIGHT_BITS, {}),
-    "16-bit weights": (sixteen_bit_optimizer(torch.optim.AdamW, "kahan"), {}, {}),
-    "16-bit weights, 8-bit AdamW": (sixteen_bit_optimizer(bitsandbytes.optim.AdamW, "kahan"), EIGHT_BITS, {}),
+    "16-bit weights": (low_memory_optimizer(torch.optim.AdamW, rounding="kahan"), {}, {}),
+    "16-bit weights, 8-bit AdamW": (low_memory_optimizer(bitsandbytes.optim.AdamW, rounding="kahan"), EIGHT_BITS, {}),
 }
 
 
@@ -430,7 +423,7 @@ def released_run(folder: Path, kind: Any, options: Any, *, streamed: bool, resum
 def test_steps_on_the_device_are_those_of_the_plain_class(case: str, tmp_path: Path) -> None:
     """Weights, and all of the optimizer's state under the parameters of the host; in one step, and resumed."""
     kind, options, released = RELEASED[case]
-    given = gradient_release(kind, **released), options
+    given = low_memory_optimizer(kind, **released, release=True), options
     plain = released_run(tmp_path / "plain", *given, streamed=False)
     ours = released_run(tmp_path / "ours", *given, streamed=True)
     assert tiny.largest_difference(ours.model, plain.model) == 0.0
@@ -455,14 +448,14 @@ def test_a_layer_that_runs_twice_is_not_released_but_parked(tmp_path: Path) -> N
     for one, callbacks in ((plain, []), (parked, [StreamedLayersCallback()])):
         attach(TwoPasses(one, args, train_dataset=rows(4), callbacks=callbacks)).train()
     assert tiny.largest_difference(parked, plain) == 0.0
-    kinds = released_optimizer(args, model)
+    kinds = low_memory_optimizer(args, model, release=True)
     trainer = TwoPasses(model, args, train_dataset=rows(4), optimizer_cls_and_kwargs=kinds)
     with pytest.raises(RuntimeError) as error:
         attach(trainer, StreamedLayersCallback()).train()
     assert str(error.value) == (
         "a parameter of shape (32,) got a second gradient within one backward pass, of another call of its streamed "
         f"layer, when {kinds[0].__name__} had stepped it; expected one forward pass for each backward pass. Run the "
-        "model once on all rows joined, or leave released_optimizer out: parked gradients are added up"
+        "model once on all rows joined, or leave release=True out: parked gradients are added up"
     )
 
 
@@ -472,7 +465,7 @@ def test_stochastic_rounding_steps_on_the_device(tmp_path: Path) -> None:
     for name in ("one", "two"):
         args = tiny.arguments(tmp_path / name, optim="adamw_torch", learning_rate=1e-4)
         model = llama().bfloat16()
-        kind = released_optimizer(args, model, rounding="stochastic")
+        kind = low_memory_optimizer(args, model, release=True, rounding="stochastic")
         callbacks = [StreamedLayersCallback()]
         trainer = Trainer(model, args, train_dataset=rows(), callbacks=callbacks, optimizer_cls_and_kwargs=kind)
         attach(trainer).train()

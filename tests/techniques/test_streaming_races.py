@@ -15,7 +15,7 @@ from late_lanes import LateLanes
 from test_streaming import IDS, LAYERS, backward, gradients, layer_bytes, llama
 from test_streaming_quantized import model  # noqa: F401
 
-from hf_memopt import gradient_release, stream_layers
+from hf_memopt import low_memory_optimizer, stream_layers
 from hf_memopt.training.techniques.streaming.gradients import DeviceSteps
 from hf_memopt.training.techniques.streaming.lanes import Lanes
 from technique_table import same
@@ -34,7 +34,7 @@ def run(lanes: Lanes, prefetch: int, *, released: bool = False) -> list[Any]:
     """Train 3 steps, gradients parked or released; return losses, gradients and weights."""
     streamed = llama(attention_dropout=0.0)
     ring = stream_layers(streamed, prefetch=prefetch, lanes=lanes).ring
-    kind = gradient_release(torch.optim.AdamW) if released else torch.optim.AdamW
+    kind = low_memory_optimizer(torch.optim.AdamW, release=True) if released else torch.optim.AdamW
     optimizer = kind(streamed.parameters(), lr=0.01)
     if released:
         ring.steps = DeviceSteps(lanes, optimizer)

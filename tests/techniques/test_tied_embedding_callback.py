@@ -10,17 +10,10 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import Trainer
 
 import tiny
-from hf_memopt import (
-    Change,
-    FusedCrossEntropyCallback,
-    MicrobatchCallback,
-    TiedEmbeddingCallback,
-    attach,
-    fuse_cross_entropy,
-    gradient_release,
-    sparse_tied_embedding,
-)
+from hf_memopt import FusedCrossEntropyCallback, MicrobatchCallback, TiedEmbeddingCallback, attach, low_memory_optimizer
+from hf_memopt.techniques import fuse_cross_entropy, sparse_tied_embedding
 from hf_memopt.training.binding import checkpointing_arguments
+from hf_memopt.types import Change
 
 SIZES = {"vocab_size": 500, "tie_word_embeddings": True}
 CHANGE = Change("gradient of the tied embeddings", "dense", "rows", "2 x 125.0 KiB less in the backward pass")
@@ -36,7 +29,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def trainer(folder: Any, *callbacks: Any, released: bool = False, model: Any = None, **settings: Any) -> Trainer:
-    kind = gradient_release(torch.optim.SGD) if released else torch.optim.SGD
+    kind = low_memory_optimizer(torch.optim.SGD, release=True) if released else torch.optim.SGD
     return Trainer(
         model=build() if model is None else model,
         args=tiny.arguments(folder, per_device_train_batch_size=2, **settings),

@@ -16,7 +16,8 @@ from torch import nn
 from transformers import Trainer
 
 import tiny
-from hf_memopt import TiledLayersCallback, attach, checkpoint_layers, stream_layers, tile_layers
+from hf_memopt import TiledLayersCallback, attach, stream_layers
+from hf_memopt.techniques import checkpoint_layers, tile_layers
 from hf_memopt.training.binding import enable_checkpointing
 from language_models import distance, gradients
 

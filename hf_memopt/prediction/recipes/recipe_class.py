@@ -69,7 +69,7 @@ class Recipe:
         every_n_layers: with checkpointing, of how many layers one is recomputed; 1 for all of them.
         bucketing: whether the training data is read in length-bucketed order; not where the loss compares rows (CLIP).
         pad_to_multiple_of: what the longest row of a batch is rounded up to.
-        freeze: patterns for ``hf_memopt.freeze``.
+        freeze: patterns for ``hf_memopt.techniques.freeze``.
         lora: the rank of LoRA adapters, which are trained in place of the weights; None for none.
         lora_alpha: the adapters' output is scaled by alpha / rank; None for twice the rank.
         lora_targets: the layers that get adapters, by the last parts of their names such as ``("q_proj", "v_proj")``;

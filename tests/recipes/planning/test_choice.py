@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from hf_memopt import Recipe, custom_gpu
+from hf_memopt import Recipe
+from hf_memopt.gpus import custom_gpu
 from hf_memopt.prediction.recipes.planning.choice import best_of, fits_with_ease, rival_of, with_reason
 from hf_memopt.prediction.recipes.planning.set_ups import LEVERS, SetUp, Technique
 from hf_memopt.prediction.recipes.planning.simulated import Candidate

@@ -15,7 +15,8 @@ from slow_cases import slow_except
 from tiny_plans import config, fitting_plan, gpu_of, is_easy, planned, shown
 
 import tiny
-from hf_memopt import GPUS, Plan, Recipe, custom_gpu, estimate, plan
+from hf_memopt import Plan, Recipe, estimate, plan
+from hf_memopt.gpus import GPUS, custom_gpu
 from hf_memopt.technique_list import TECHNIQUES
 from hf_memopt.training.devices import against_float16
 from hf_memopt.units import format_bytes, parse_bytes

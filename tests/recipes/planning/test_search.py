@@ -12,8 +12,9 @@ import pytest
 from rich.console import Console
 from tiny_plans import config, gpu_of, planned
 
-from hf_memopt import Plan, custom_gpu, estimate
+from hf_memopt import Plan, estimate
 from hf_memopt.components import verdict_of
+from hf_memopt.gpus import custom_gpu
 from hf_memopt.prediction.memory.recording import keeping_models
 from hf_memopt.prediction.recipes.planning import facts_of, print_plan
 from hf_memopt.prediction.recipes.planning.choice import best_of, fits_with_ease

@@ -233,4 +233,4 @@ ELEMENTWISE = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"), True),
     **{name: False for name in _BITSANDBYTES if "ademamix" not in name},
 }
-"""Those that ``sixteen_bit_optimizer`` takes, and whether their first step makes the state of each slice."""
+"""Those that ``low_memory_optimizer`` takes, and whether their first step makes the state of each slice."""

@@ -95,7 +95,7 @@ def optimizer_memory(parameters: Sequence[ParameterFacts], settings: StepSetting
         NotEstimableError: the memory of this optimizer cannot be predicted; the message says why.
 
     Examples:
-        >>> from hf_memopt import StepSettings
+        >>> from hf_memopt.types import StepSettings
         >>> weight = ParameterFacts("weight", (1000, 1000), 4, is_embedding=False)
         >>> optimizer_memory([weight], StepSettings(optim="adamw_torch_fused")).state
         (4, 4000000, 4000000)
@@ -182,7 +182,7 @@ def _read_arguments(optim_args: str | None) -> dict[str, str]:
 
 
 def _rounded(family: Family, rounding: str, *, makes_slices: bool) -> Family:
-    """Return the formula of an optimizer that updates 16-bit weights in float32, as ``sixteen_bit_optimizer`` does.
+    """Return the formula of an optimizer that updates 16-bit weights in float32, as ``low_memory_optimizer`` does.
 
     Slice by slice the weights and their gradient are copied to float32, and the optimizer runs on the slice; what
     rounding needs afterwards is smaller than the gradient's copy, which is gone then. ``makes_slices`` says whether the

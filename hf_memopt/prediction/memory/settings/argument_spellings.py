@@ -88,5 +88,5 @@ def unknown_setting(name: str, value: Any, known: Iterable[str]) -> TypeError:
             f"that do. Remove {name}"
         )
     return TypeError(
-        f"{what}; expected one of {', '.join(known)}.{did_you_mean(name, known)} See help(hf_memopt.StepSettings)"
+        f"{what}; expected one of {', '.join(known)}.{did_you_mean(name, known)} See help(hf_memopt.types.StepSettings)"
     )

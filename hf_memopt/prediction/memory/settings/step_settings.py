@@ -53,12 +53,12 @@ class StepSettings:
         weight_decay: some optimizers copy the gradients for it.
         embedding_bits: bits of the embeddings' state in an 8-bit optimizer.
         rounding: of weights in bfloat16 after an update: ``"nearest"`` as the plain optimizer, or ``"stochastic"`` or
-            ``"kahan"`` as ``sixteen_bit_optimizer``, with its temporaries and its buffer. Nothing for float32 weights.
+            ``"kahan"`` as ``low_memory_optimizer``, with its temporaries and its buffer. Nothing for float32 weights.
         gradient_release: whether each parameter steps, and frees its gradient, as soon as it has one.
         streamed: whether the weights of the layers wait in host memory, as with ``stream_layers``. Their gradients are
             parked there and the optimizer steps there; with ``gradient_release`` each layer steps on the GPU.
         embeddings_on_host: whether, with ``streamed``, tokens are looked up on the host, where the embeddings step.
-        tiled: whether MLPs and experts run over tiles of positions, as with ``hf_memopt.tile_layers``.
+        tiled: whether MLPs and experts run over tiles of positions, as with ``hf_memopt.techniques.tile_layers``.
         tile_tokens: with ``tiled``, the tokens of a tile; None for the model's width, at least 1024.
         sparse_tied_embedding: whether the gradient of tied input embeddings is added into the head's as rows, as
             ``sparse_tied_embedding`` does.
@@ -94,7 +94,7 @@ class StepSettings:
         lora_targets: with a rank, the last parts of the names of the layers that get adapters, such as
             ``("q_proj", "v_proj")``; ``"auto"`` for all linear layers but the head.
         quantize_experts: with ``load_in="nf4"``, whether fused experts are in 4 bits too, as with ``ExpertsConfig``.
-        freeze: patterns of parameters that are not trained, as ``hf_memopt.freeze`` takes them.
+        freeze: patterns of parameters that are not trained, as ``hf_memopt.techniques.freeze`` takes them.
         prepare: functions that change the model, the same as in the real run, after all of the above; ``"peft"`` where
             PEFT's ``prepare_model_for_kbit_training`` runs, which by default switches ``checkpointing`` on.
         images: pictures of an example, of a model that reads them with text; 0 for rows of text alone. None for one, of
