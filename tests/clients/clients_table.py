@@ -24,7 +24,7 @@ SHOWN = {
 TEXT = """\
 # Other libraries
 
-Other people's trainings give the same results with this package, or it refuses them with a message. All were run like this:
+Other people's trainings give the same results with this package, or it refuses them with a message. All ran like this:
 
 ```python
 from hf_memopt import EvaluationGuardCallback, MicrobatchCallback, OverflowCallback, attach

@@ -47,7 +47,7 @@ def low_memory_optimizer(
         A class; of arguments the class and its keyword arguments.
 
     Raises:
-        TypeError: ``optimizer`` is no class of optimizers.
+        TypeError: ``optimizer`` is neither arguments nor a class of optimizers.
         ValueError: nothing is asked for; a setting of the arguments cannot work with it; or as ``gradient_release`` and
             ``sixteen_bit_optimizer`` do.
 
@@ -67,7 +67,9 @@ def low_memory_optimizer(
             "release=False and rounding='nearest' leave the optimizer as it is; expected one of them. Pass "
             "release=True, or for bfloat16 weights rounding='stochastic'"
         )
-    if isinstance(optimizer, type):
+    from transformers import TrainingArguments
+
+    if model is None and not isinstance(optimizer, TrainingArguments):
         return _changed(optimizer, release, rounding, max_tensor_norm, trust)
     for technique, is_asked in ((released.TECHNIQUE, release), (rounded.TECHNIQUE, rounding != "nearest")):
         if is_asked:
