@@ -18,6 +18,7 @@ import pytest
 import sentences
 import table
 import yaml
+from chromium import CHROMIUM, Chromium
 from table_of_code import RUN, compatibility_pairs
 
 import hf_memopt
@@ -161,6 +162,16 @@ def test_the_documentation_builds(tmp_path) -> None:
     pages = {page.name: page.read_text(encoding="utf-8") for page in tmp_path.glob("*.html")}
     loads = re.compile(r"""<(?:script|link rel="?stylesheet)[^>]*(?:src|href)="?https?:""")
     assert [name for name, text in pages.items() if loads.search(text)] == []  # they work without a network
+    if CHROMIUM is None:
+        pytest.skip("no Chromium is installed (Debian: apt-get install chromium)")
+    with Chromium(tmp_path / "profile") as browser:
+        browser.open(tmp_path / "index.html", 1280)
+        browser.value("document.querySelector('.md-search__input').focus()")
+        browser.call("Input.insertText", text="padding")
+        found = "[...document.querySelectorAll('.md-search-result__link')].map(link => link.href)"
+        wait = f"new Promise(done => setInterval(() => {found}.length && done({found}), 100))"
+        assert any(link.partition("?")[0].endswith("/cut-padding.html") for link in browser.value(wait))
+        assert not [one for one in browser.complaints() if one.startswith("http")]
 
 
 def test_the_table_of_exceptions_tells_what_is_refused() -> None:
