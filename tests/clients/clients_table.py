@@ -24,7 +24,7 @@ SHOWN = {
 TEXT = """\
 # Other libraries
 
-Other people's trainings give the same results with this package, or it refuses them with a message. All ran like this:
+Other people's trainings give the same results with this package, or it refuses them with a message. For instance:
 
 ```python
 from hf_memopt import EvaluationGuardCallback, MicrobatchCallback, OverflowCallback, attach
