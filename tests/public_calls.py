@@ -387,7 +387,7 @@ CALLS: dict[str, Call] = {
         is_slow=True,
     ),
     "Plan.plot": _picture(_plan_method("plot")),
-    "Plan.table": Call(_plan_method("table"), lambda folder: {"width": 80}),
+    "Plan.table": Call(_plan_method("table"), lambda folder: {"width": 80, "verbose": False}),
     "Plan.to_json": Call(lambda figures: missing_plan().to_json(figures=figures), lambda folder: {"figures": False}),
 }
 

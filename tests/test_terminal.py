@@ -29,7 +29,7 @@ def text_of(html: str) -> str:
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        (lambda: estimate(tiny.bert_config(), batch_size=2, seq_len=8, gpu="RTX 3060 12GB"), "peak reserved"),
+        (lambda: estimate(tiny.bert_config(), batch_size=2, seq_len=8, gpu="RTX 3060 12GB"), "Reserved load"),
         (lambda: padding_report([3, 5, 8, 40] * 8), "What each way of padding wastes"),
         (lambda: recipe("4gb-gpu"), "effective_batch_size"),
     ],

@@ -45,7 +45,7 @@ def test_one_preset_is_explained_by_what_differs_from_the_trainers_defaults(tmp_
     assert (result.exit_code, first) == (0, f"4gb-gpu: {preset.purpose}")
     differs = {name: (value, why) for name, value, why in preset.choices() if value != STOCK[name]}
     assert [line.split()[0] for line in lines] == [*differs]
-    assert all(f"{why} (stock: {STOCK[name]!r})" in result.output for name, (_, why) in differs.items())
+    assert all(f"{why} (default: {STOCK[name]!r})" in result.output for name, (_, why) in differs.items())
     assert {"precision", "optim", "checkpointing", "bucketing", "autocast_cache"} <= {*differs}
     assert last == "Everything else is as the Trainer has it."
 

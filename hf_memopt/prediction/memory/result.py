@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from hf_memopt.components import verdict_of
+from hf_memopt.plain_data import check_value
 from hf_memopt.prediction.memory.output import as_dict, draw, print_estimate
 from hf_memopt.prediction.memory.settings import StepSettings
 from hf_memopt.prediction.memory.what_fits import margin_of
@@ -110,6 +111,7 @@ class Estimate:
         """Return the estimate as text of at most 80 columns; ``verbose`` shows the phases and every note."""
         from hf_memopt.terminal import printed_text
 
+        check_value("verbose", verbose, bool, False)
         return printed_text(partial(print_estimate, self, verbose=verbose))
 
     def plot(self, path: str | os.PathLike[str]) -> None:

@@ -95,6 +95,7 @@ class Plan:
         from hf_memopt.prediction.recipes.planning.output import plan_text
 
         check_value("width", width, Annotated[int, range(1, 10**4)], 80)
+        check_value("verbose", verbose, bool, False)
         return plan_text(self, width, verbose=verbose)
 
     @cached_property
