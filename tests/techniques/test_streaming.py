@@ -68,19 +68,25 @@ def layer_bytes(model: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    ("prefetch", "settings"),
+    ("prefetch", "resident", "settings"),
     [
-        (0, {"max_grad_norm": 1.0}),
-        (1, {"max_grad_norm": 1.0, "gradient_accumulation_steps": 2}),
-        (2, {"optim": "sgd"}),
-        (LAYERS, {"optim": "adamw_bnb_8bit", "bf16": True}),
+        (0, 0, {"max_grad_norm": 1.0}),
+        (1, 0, {"max_grad_norm": 1.0, "gradient_accumulation_steps": 2}),
+        (2, 0, {"optim": "sgd"}),
+        (LAYERS, 0, {"optim": "adamw_bnb_8bit", "bf16": True}),
+        (0, 1, {"max_grad_norm": 1.0, "gradient_accumulation_steps": 2}),
+        (1, 2, {"max_grad_norm": 1.0}),
+        (2, 4, {"optim": "adamw_bnb_8bit", "bf16": True}),
+        (1, LAYERS, {"max_grad_norm": 1.0}),
     ],
 )
-def test_weights_and_losses_are_those_of_stock(prefetch: int, settings: dict[str, Any], tmp_path: Path) -> None:
+def test_weights_and_losses_are_those_of_stock(
+    prefetch: int, resident: int, settings: dict[str, Any], tmp_path: Path
+) -> None:
     """Of stock with checkpointing, which computes the same: gradients are summed and clipped on the host."""
     settings = {**ADAMW, **checkpointing_arguments(), "per_device_train_batch_size": 4, **settings}
-    callback = StreamedLayersCallback(prefetch)
-    model, plain = llama(), llama()
+    callback = StreamedLayersCallback(prefetch, resident=resident)
+    model, plain, away = llama(), llama(), LAYERS - resident
     ours = tiny.train(model, rows(), tmp_path, trainer_callbacks=[callback], **settings)
     theirs = tiny.train(plain, rows(), tmp_path, **settings)
     assert tiny.largest_difference(model, plain) == 0.0
@@ -90,15 +96,16 @@ def test_weights_and_losses_are_those_of_stock(prefetch: int, settings: dict[str
     ]
     ring = callback.handle.ring
     passes = 4  # micro-batches of 4 of 16 rows
-    compared = 3 * LAYERS if "gradient_accumulation_steps" in settings else 0  # the losses of a batch and its halves
-    assert ring.fetches == passes * max(2 * LAYERS - 1 - prefetch, LAYERS) + compared
-    assert (ring.live_bytes, ring.peak_bytes) == (0, min(prefetch + 1, LAYERS) * layer_bytes(model))
+    compared = 3 * away if "gradient_accumulation_steps" in settings else 0  # the losses of a batch and its halves
+    assert ring.fetches == passes * max(2 * away - 1 - prefetch, away) + compared
+    assert (ring.live_bytes, ring.peak_bytes) == (0, min(prefetch + 1, away) * layer_bytes(model))
 
 
+@pytest.mark.parametrize("resident", [0, 2])
 @pytest.mark.parametrize("direction", ["to streamed", "to plain"])
-def test_a_checkpoint_is_resumed_with_and_without(direction: str, tmp_path: Path) -> None:
+def test_a_checkpoint_is_resumed_with_and_without(direction: str, resident: int, tmp_path: Path) -> None:
     settings = {**ADAMW, "per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 2}
-    streamed, plain = ({"trainer_callbacks": [StreamedLayersCallback()]}, {})
+    streamed, plain = ({"trainer_callbacks": [StreamedLayersCallback(resident=resident)]}, {})
     first, then = (plain, streamed) if direction == "to streamed" else (streamed, plain)
     straight = llama()
     tiny.train(straight, rows(), tmp_path / "straight", **settings, **first)
@@ -110,18 +117,19 @@ def test_a_checkpoint_is_resumed_with_and_without(direction: str, tmp_path: Path
     assert saved[0] == saved[1]
 
 
-def test_a_model_that_is_streamed_before_the_trainer_is_kept(tmp_path: Path) -> None:
-    model = llama()
-    handle = stream_layers(model, prefetch=2)
+@pytest.mark.parametrize("resident", [0, 1])
+def test_a_model_that_is_streamed_before_the_trainer_is_kept(resident: int, tmp_path: Path) -> None:
+    model, away = llama(), LAYERS - resident
+    handle = stream_layers(model, prefetch=2, resident=resident)
     callback = StreamedLayersCallback()
     trainer = attach(Trainer(model, tiny.arguments(tmp_path), train_dataset=rows(4)), callback)
     assert callback.handle is not None
     trainer.train()
-    assert handle.ring.fetches == 2 * LAYERS - 3
+    assert handle.ring.fetches == 2 * away - 3
     [change] = trainer.memopt_changes
-    size = f"{LAYERS * layer_bytes(model) / 1024:.1f} KiB"
+    size, stay = f"{away * layer_bytes(model) / 1024:.1f} KiB", ", 1 stay on the device" * resident
     assert str(change) == (
-        f"weights of the layers: 'on the device' -> 'fetched' ({size} of {LAYERS} layers wait in host memory)"
+        f"weights of the layers: 'on the device' -> 'fetched' ({size} of {away} layers wait in host memory{stay})"
     )
 
 
@@ -136,11 +144,12 @@ def test_a_model_that_was_placed_before_is_named(caplog: pytest.LogCaptureFixtur
     ]
 
 
-def test_stocks_checkpointing_is_off_while_layers_are_streamed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("resident", "stay"), [(0, []), (2, [0, 2]), (4, [0, 1, 2, 3]), (5, [0, 1, 2, 3, 4])])
+def test_stocks_checkpointing_is_off_while_layers_are_streamed(resident: int, stay: list[int], tmp_path: Path) -> None:
     """The Trainer switches it on at each train(), and finds it on when the layers are its own again."""
-    model, callback = llama(), StreamedLayersCallback()
+    model, callback = llama(), StreamedLayersCallback(resident=resident)
     tiny.train(model, rows(4), tmp_path, trainer_callbacks=[callback], **checkpointing_arguments())
-    assert not any(layer.gradient_checkpointing for layer in model.model.layers)
+    assert [number for number, layer in enumerate(model.model.layers) if layer.gradient_checkpointing] == stay
     callback.handle.remove()
     assert all(layer.gradient_checkpointing for layer in model.model.layers)
 
@@ -411,9 +420,11 @@ RELEASED = {
 }
 
 
-def released_run(folder: Path, kind: Any, options: Any, *, streamed: bool, resume: str | None = None) -> Trainer:
+def released_run(
+    folder: Path, kind: Any, options: Any, *, streamed: bool, resume: str | None = None, resident: int = 0
+) -> Trainer:
     dtype = torch.bfloat16 if hasattr(kind, "rounding") else torch.float32
-    callbacks = [StreamedLayersCallback()] if streamed else []
+    callbacks = [StreamedLayersCallback(resident=resident)] if streamed else []
     settings = {"per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 2, "weight_decay": 0.1}
     trainer = Trainer(
         llama().to(dtype),
@@ -432,7 +443,7 @@ def test_steps_on_the_device_are_those_of_the_plain_class(case: str, tmp_path: P
     kind, options, released = RELEASED[case]
     given = gradient_release(kind, **released), options
     plain = released_run(tmp_path / "plain", *given, streamed=False)
-    ours = released_run(tmp_path / "ours", *given, streamed=True)
+    ours = released_run(tmp_path / "ours", *given, streamed=True, resident=3 * (case == "fused AdamW"))
     assert tiny.largest_difference(ours.model, plain.model) == 0.0
     assert same(ours.optimizer.state_dict()["state"], plain.optimizer.state_dict()["state"])
     assert all(parameter.grad is None for parameter in ours.model.parameters())
