@@ -453,6 +453,112 @@ def test_steps_on_the_device_are_those_of_the_plain_class(case: str, tmp_path: P
     assert callback.handle.ring.steps is None  # after the run gradients are parked again
 
 
+def measured(monkeypatch: pytest.MonkeyPatch, free_bytes: float) -> None:
+    """Let the CPU read as a GPU of 1 GB with so many bytes that neither the peak nor the margin needs."""
+    total, later = 10**9, 700  # bytes that are reserved at the peak and not now
+    used = total - total // 20 - int(free_bytes) - later
+    reading = SimpleNamespace(
+        device_total_bytes=total, device_used_bytes=used, reserved_bytes=300, peak_reserved_bytes=300 + later
+    )
+    monkeypatch.setattr("hf_memopt.training.techniques.streaming.resident.read_memory", lambda device: reading)
+
+
+AUTO = {  # bytes that are free, in layers, and how many fit
+    # a weight, its gradient, two moments, a temporary of the step, and counters
+    "parked": ({}, 10.2, 2),
+    "parked, autocast": ({"bf16": True}, 10.2, 1),  # whose copies of 16 bits are half a layer more
+    "released": ({"optimizer": gradient_release(torch.optim.AdamW)}, 6.2, 2),
+    "LoRA": ({"lora": True}, 3.5, 3),
+    "all": ({"lora": True}, 4.5, LAYERS),  # no copies of the last two are needed then
+    "none": ({}, 4.9, 0),
+}
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["", "streamed before"])
+@pytest.mark.parametrize("case", slow_except(("parked, autocast", "all"), AUTO))
+def test_as_many_layers_stay_as_two_steps_leave_room_for(
+    case: str, before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    options, layers, expected = AUTO[case]
+    options = {**ADAMW, **checkpointing_arguments(), "per_device_train_batch_size": 4, **options}
+    kind, is_adapted = options.pop("optimizer", None), options.pop("lora", False)
+    given = {"max_grad_norm": 0.0} if kind else {}
+    measured(monkeypatch, layers * layer_bytes(llama()))
+    found: list[Any] = []
+    for resident in ("auto", 1, None):
+        model: Any = llama()
+        if is_adapted:
+            torch.manual_seed(0)
+            model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"])).train()
+        if resident == "auto" and before:
+            stream_layers(model, resident="auto")
+        own = resident if not (resident == "auto" and before) else 0
+        callbacks = [] if resident is None else [StreamedLayersCallback(resident=own)]
+        args = tiny.arguments(tmp_path, **{**options, **given})
+        kinds = {"optimizer_cls_and_kwargs": (kind, {"lr": 1e-3})} if kind else {}
+        trainer = Trainer(model, args, train_dataset=rows(), callbacks=callbacks, **kinds)
+        attach(trainer).train()
+        found.append((model, trainer, *callbacks))
+    (model, trainer, callback), (fixed, other, _), (plain, _) = found
+    assert tiny.largest_difference(model, plain) == tiny.largest_difference(fixed, plain) == 0.0
+    assert same(trainer.optimizer.state_dict()["state"], other.optimizer.state_dict()["state"])
+    assert (callback.handle.options["resident"], len(callback.handle.ring.layers)) == (expected, LAYERS - expected)
+    assert len([layer for layer in layers_of(model) if layer.gradient_checkpointing]) == expected
+    text = f"StreamedLayersCallback: {expected} of {LAYERS} layers stay on cpu from here on, since "
+    [said] = [message for message in caplog.messages if message.startswith(text)]
+    assert said.endswith(f" were free beside the peak of 2 steps and a margin of 5 %. Next time pass resident={expected}")
+
+
+def layers_of(model: Any) -> Any:
+    return getattr(model, "get_base_model", lambda: model)().model.layers
+
+
+@pytest.mark.parametrize(
+    ("optim", "settings", "problem", "fix"),
+    [
+        (
+            "adamw_torch",
+            dict.fromkeys(checkpointing_arguments()),
+            "layers that stay would keep their activations, and those that are streamed are recomputed",
+            f"Set {next(iter(checkpointing_arguments()))}=True, or pass resident=1",
+        ),
+        (
+            "adamw_bnb_8bit",
+            {},
+            "the state of <AdamW> would have to move in the middle of a run",
+            "Pass resident=1, and more while it fits",
+        ),
+    ],
+)
+def test_what_two_steps_do_not_say_is_refused(
+    optim: str, settings: Any, problem: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured(monkeypatch, 0)
+    options = {**checkpointing_arguments(), "optim": optim, **settings}
+    with pytest.raises(ValueError) as error:
+        tiny.train(llama(), rows(4), tmp_path, trainer_callbacks=[StreamedLayersCallback(resident="auto")], **options)
+    assert str(error.value) == (
+        f"resident='auto' cannot be used here: {problem}; expected a number of layers, or a run in which two steps say "
+        f"what a layer needs that stays. {fix}"
+    )
+
+
+@pytest.mark.parametrize("resident", [0, 1, 2])
+def test_no_cache_is_filled_in_part(resident: int) -> None:
+    """Layers that stay would fill it where gradients are recorded, and those that wait would not."""
+    model = llama()
+    expected = backward(copy.deepcopy(model))
+    stream_layers(model, resident=resident)
+    torch.manual_seed(0)
+    found = model(input_ids=IDS, labels=IDS, use_cache=True)
+    assert found.loss.item() == expected
+    assert found.past_key_values.get_seq_length() == 0
+    with pytest.raises(ValueError, match=r"^past_key_values goes on with a cache where gradients are recorded"):
+        model(input_ids=IDS, past_key_values=found.past_key_values)
+    with torch.no_grad():
+        assert model(input_ids=IDS, use_cache=True).past_key_values.get_seq_length() == IDS.shape[1]
+
+
 class TwoPasses(Trainer):
     """Adds up the losses of two forward passes, as contrastive losses and R-Drop do."""
 

@@ -55,9 +55,10 @@ def check_resident(resident: int | str, layers: Sequence[Any], device: torch.dev
 def check_measurable(ring: Ring, args: TrainingArguments, optimizer: Any) -> None:
     """Refuse a run of which two steps do not say what a layer needs that stays."""
     problem, fix = "", "Pass resident=1, and more while it fits"
-    if not args.gradient_checkpointing:
+    is_recomputed, options = versions.checkpointing_of(args)
+    if not is_recomputed or options.get("every_n_layers", 1) > 1:
         problem = "layers that stay would keep their activations, and those that are streamed are recomputed"
-        fix = "Set gradient_checkpointing=True, or pass resident=1"
+        fix = f"Set {next(iter(versions.checkpointing_arguments()))}=True, or pass resident=1"
     elif any(layer.carriers for layer in ring.layers):
         problem = "quantised weights would have to move in the middle of a run"
     elif getattr(optimizer, "is_paged", False) or not isinstance(optimizer, _MOVABLE):

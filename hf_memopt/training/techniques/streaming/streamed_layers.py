@@ -208,7 +208,7 @@ class StreamedLayersCallback(ModelCallback):
     ) -> None:
         _check_options(prefetch, rows, embeddings_on_host, resident)
         self.prefetch, self.rows, self.embeddings_on_host = prefetch, rows, embeddings_on_host
-        self.resident = resident
+        self.resident: int = 0 if resident == "auto" else resident
         self._options: dict[str, Any] = {"prefetch": prefetch, "rows": rows, "embeddings_on_host": embeddings_on_host}
         self._options["resident"] = resident
         self._steps = 0  # of this run
@@ -231,7 +231,7 @@ class StreamedLayersCallback(ModelCallback):
             handle = stream_layers(model, device=args.device, **self._options)
         elif self._handles.model is model:
             return
-        elif self.resident == "auto" and handle.options["resident"] == 0:
+        elif self._options["resident"] == "auto" and handle.options["resident"] == 0:
             check_resident("auto", [], handle.ring.lanes.device)
             handle.options["resident"] = "auto"
         self._keep(model, handle)
@@ -240,8 +240,8 @@ class StreamedLayersCallback(ModelCallback):
         self._handles.keep(model, handle)
         self.handle = handle
         streamed = sum(parameter.nbytes for layer in handle.ring.layers for parameter in layer.parameters)
-        resident = handle.options["resident"]
-        stay = "" if resident in (0, "auto") else f", {resident} stay on the device"
+        self.resident = 0 if handle.options["resident"] == "auto" else handle.options["resident"]
+        stay = f", {self.resident} stay on the device" if self.resident else ""
         reason = f"{format_bytes(streamed)} of {len(handle.ring.layers)} layers wait in host memory{stay}"
         self.note(Change("weights of the layers", "on the device", "fetched", reason))
 
