@@ -506,7 +506,9 @@ def test_as_many_layers_stay_as_two_steps_leave_room_for(
     assert len([layer for layer in layers_of(model) if layer.gradient_checkpointing]) == expected
     text = f"StreamedLayersCallback: {expected} of {LAYERS} layers stay on cpu from here on, since "
     [said] = [message for message in caplog.messages if message.startswith(text)]
-    assert said.endswith(f" were free beside the peak of 2 steps and a margin of 5 %. Next time pass resident={expected}")
+    assert said.endswith(
+        f" were free beside the peak of 2 steps and a margin of 5 %. Next time pass resident={expected}"
+    )
 
 
 def layers_of(model: Any) -> Any:

@@ -139,10 +139,10 @@ def _why_chosen(one: Candidate, candidates: Sequence[Candidate], goal: str) -> s
     kind, ease = (f" of {NAMES[one.stage]}", " with ease" * (one.stage == "full")) if is_not_all else ("", "")
     if one.recipe.streamed:
         hides = "" if one.hiding_tokens is None else f", and copies hide from {one.hiding_tokens:,.0f} tokens a pass on"
-        longest += f"nothing fits without host memory, of which this takes {format_bytes(one.host_bytes)}{hides}; "
         if one.recipe.resident:
             waits = "" if one.waiting_seconds is None else f", for which a step waits {one.waiting_seconds:.2g} s"
-            longest += f"{one.layers - one.recipe.resident} of {one.layers} layers wait there{waits}; "
+            hides = f": {one.layers - one.recipe.resident} of {one.layers} layers wait there{waits}"
+        longest += f"nothing fits without host memory, of which this takes {format_bytes(one.host_bytes)}{hides}; "
     most = "the fastest" if one.seconds is not None else "the least assumed time"
     first = f"{most} of the {len(fitting)}{kind} that fit{ease}"
     if fastest is one or (equally_fast(fastest.cost, one.cost) and fastest.simplicity == one.simplicity):

@@ -98,7 +98,9 @@ def _free_bytes(reading: MemoryReading) -> int:
     """Return what is free on the GPU less what the peak needs beyond now, and less the margin."""
     total_bytes, reserved_bytes = reading.device_total_bytes or 0, reading.reserved_bytes or 0
     used_bytes = reading.device_used_bytes or total_bytes
-    return total_bytes - used_bytes - ((reading.peak_reserved_bytes or 0) - reserved_bytes) - total_bytes // MARGIN_SHARE
+    return (
+        total_bytes - used_bytes - ((reading.peak_reserved_bytes or 0) - reserved_bytes) - total_bytes // MARGIN_SHARE
+    )
 
 
 def _bytes_of(layer: StreamedLayer, args: TrainingArguments, optimizer: Any, *, is_released: bool) -> int:
