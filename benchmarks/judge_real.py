@@ -86,7 +86,7 @@ def build(row: Row, meta: Any, folder: Path) -> Any:
     if "tile_tokens" in row:
         hf_memopt.tile_layers(model, row["tile_tokens"])  # here: on the stand-in its probe would see no values
     if "streamed" in row:
-        hf_memopt.stream_layers(model)
+        hf_memopt.stream_layers(model, resident=row.get("resident", 0))
     return model
 
 

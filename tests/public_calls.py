@@ -294,7 +294,8 @@ CALLS: dict[str, Call] = {
     "attach": Call(_attached, lambda folder: {"trainer": trainer(folder), "callbacks": m.MicrobatchCallback()}),
     "CheckpointingCallback": _callback(m.CheckpointingCallback, {"policy": "full", "offload": False}),
     "StreamedLayersCallback": Call(
-        m.StreamedLayersCallback, lambda folder: {"prefetch": 1, "rows": None, "embeddings_on_host": False, "resident": 1}
+        m.StreamedLayersCallback,
+        lambda folder: {"prefetch": 1, "rows": None, "embeddings_on_host": False, "resident": 1},
     ),
     "EmbeddingBitsCallback": _callback(m.EmbeddingBitsCallback, {"bits": 32}, optim="adamw_bnb_8bit"),
     "EvaluationGuardCallback": _callback(m.EvaluationGuardCallback, {"reduce": None, "card_budget": "64MiB"}),

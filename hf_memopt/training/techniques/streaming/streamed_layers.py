@@ -115,10 +115,11 @@ def stream_layers(
             first time, two parts are compared with both at once, and a layer whose rows meet is refused.
         embeddings_on_host: look the tokens up on the host. The embeddings, their gradient and state are then nowhere
             on the device; stock steps them on the host, released or not.
-        resident: how many layers stay on the device, spread evenly over all, with gradient and state, and with stock's
-            checkpointing or without. At most ``resident + prefetch + 1`` are there at once, and with all of them nothing
-            is streamed. ``"auto"`` lets ``StreamedLayersCallback`` find the number: none for two steps, which are
-            measured, then as many as fit with 5 % of the GPU left, which it logs. Longer rows and evaluation come on top.
+        resident: how many layers stay on the device, spread evenly over all, with gradient and state. They are
+            recomputed only where stock's checkpointing is on, and get all rows at once. At most
+            ``resident + prefetch + 1`` layers are there at once; with all of them nothing is streamed. ``"auto"`` lets
+            ``StreamedLayersCallback`` find the number: it measures two steps of streamed layers, then keeps as many as
+            fit with 5 % of the GPU left, and logs it. Longer rows and evaluation later need more.
         device: that computes; the Trainer's, else the accelerator, else the CPU.
         lanes: makes the copies; for tests.
 
