@@ -1,6 +1,6 @@
 """What a model costs that is 5 to 20 % too large for its GPU: python benchmarks/resident_layers.py
 
-Estimated, without a GPU: rows of 512 tokens, as many as make the model too large by that much; every layer is
+Estimated, without a GPU: rows of 512 tokens, so many that the model is too large by that much; every layer is
 recomputed, the loss has no logits. As many layers stay as fit with 5 % of the GPU left, the others wait in host memory.
 Beside that all layers streamed, and nothing streamed on a GPU of the same speed where the model fits whole.
 """
@@ -97,8 +97,8 @@ def table(figures: dict[str, Any]) -> str:
         *("tokens/s", "all streamed", "on a GPU that holds it", "time"),
     )
     note = (
-        "Predicted, not measured (`python benchmarks/resident_layers.py`): rows of 512 tokens, as many as make the "
-        "model 5 to 20 % too large; time is that of a step, beside the GPU of the same speed that holds the model."
+        "Predicted, not measured (`python benchmarks/resident_layers.py`): rows of 512 tokens, so many that the model "
+        "is 5 to 20 % too large; time is that of a step, beside the GPU of the same speed that holds the model."
     )
     return markdown(f"| {' | '.join(columns)} |", rows, note)
 

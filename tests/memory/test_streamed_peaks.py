@@ -44,7 +44,7 @@ SET_UPS: dict[str, dict[str, Any]] = {
 
 
 def keep_late(patch: pytest.MonkeyPatch) -> None:
-    """Let what a copy out has read stay until somebody waits for it, as the estimate counts: here it is over at once."""
+    """Let what a copy out has read stay until somebody waits for it, as estimates count: here it is over at once."""
     store, landed = Lanes.store, Lanes.landed
     patch.setattr(Lanes, "store", lambda self, host, source: [store(self, host, source), source])
 
@@ -127,7 +127,7 @@ def test_compute_waits_for_the_copies_of_each_layer_that_waits(resident: int, mo
     ids = torch.ones(2, 8, dtype=torch.int64, device="cuda")
     model(input_ids=ids, labels=ids).loss.backward()
     [count], away = tensors, 5 - resident
-    assert ring.fetches == 2 * away - 2
+    assert ring.fetches == max(2 * away - 2, away)
     assert waited["wait_event"] >= 2 * away * count  # each use, and each copy that is dropped
     assert waited["wait_stream"] == (ring.fetches + away) * count  # and each gradient that goes out
 
