@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -130,6 +131,22 @@ def test_compute_waits_for_the_copies_of_each_layer_that_waits(resident: int, mo
     assert ring.fetches == max(2 * away - 2, away)
     assert waited["wait_event"] >= 2 * away * count  # each use, and each copy that is dropped
     assert waited["wait_stream"] == (ring.fetches + away) * count  # and each gradient that goes out
+
+
+@pytest.mark.parametrize(("optim", "counters"), [("adamw_torch", "cpu"), ("adamw_torch_fused", "cuda")])
+def test_layers_and_their_state_move_when_two_steps_left_room(optim: str, counters: str, tmp_path: Path) -> None:
+    model = tiny.llama(num_hidden_layers=5).train()
+    stream_layers(model, resident="auto")
+    args = tiny.arguments(tmp_path, use_cpu=False, max_steps=3, optim=optim, **checkpointing_arguments())
+    row = {"input_ids": [5] * 16, "labels": [5] * 16}
+    callback = StreamedLayersCallback()
+    trainer = attach(Trainer(model, args, train_dataset=[row] * 12, callbacks=[callback]))
+    trainer.train()
+    assert callback.resident == 5
+    assert {parameter.device.type for parameter in model.parameters()} == {"cuda"}
+    values = [value for state in trainer.optimizer.state.values() for value in state.values()]
+    assert {value.device.type for value in values if value.dim()} == {"cuda"}
+    assert {value.device.type for value in values if not value.dim()} == {counters}
 
 
 if __name__ == "__main__":
