@@ -88,7 +88,7 @@ def build(row: Row, meta: Any, folder: Path) -> Any:
             model, row["tile_tokens"]
         )  # here: on the stand-in its probe would see no values
     if "streamed" in row:
-        hf_memopt.stream_layers(model)
+        hf_memopt.stream_layers(model, resident=row.get("resident", 0))
     return model
 
 

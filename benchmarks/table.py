@@ -36,6 +36,7 @@ import plans
 import public_scripts
 import published
 import rehearsals
+import resident_layers
 import resume
 import sixteen_bit_weights
 import step_time
@@ -97,6 +98,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "large-models": _of(large_models.table, "large_models"),
     "experts": _of(experts.table, "experts"),
     "larger-than-gpu": _of(larger_than_gpu.table, "larger_than_gpu"),
+    "resident-layers": _of(resident_layers.table, "resident_layers"),
     "sixteen-bit-weights": lambda: sixteen_bit_weights.table(
         {
             task: last_row(f"16-bit weights, {task}", program="sixteen_bit_weights")["figures"]

@@ -161,7 +161,7 @@ TECHNIQUES = _listed(
         function="hf_memopt.training.techniques.streaming.streamed_layers:stream_layers",
         steps="hf_memopt.training.techniques.streaming.gradients:DeviceSteps",
         callback="hf_memopt.training.techniques.streaming.streamed_layers:StreamedLayersCallback",
-        arguments=("embeddings_on_host",),
+        arguments=("embeddings_on_host", "resident"),
         why="the weights of the layers wait in host memory",
     ),
     Technique(

@@ -245,7 +245,7 @@ CALLS: dict[str, Call] = {
     "stream_layers": _model_call(
         m.stream_layers,
         lambda: tiny.llama(**{**SIZES, "num_hidden_layers": 3}),
-        **{"prefetch": 1, "rows": None, "embeddings_on_host": False, "device": "cpu"},
+        **{"prefetch": 1, "rows": None, "embeddings_on_host": False, "resident": 1, "device": "cpu"},
     ),
     "freeze": replace(
         _model_call(m.techniques.freeze, bert, patterns="embeddings"), also={"model": ("no parameter of Linear",)}
@@ -281,7 +281,8 @@ CALLS: dict[str, Call] = {
     "attach": Call(_attached, lambda folder: {"trainer": trainer(folder), "callbacks": m.MicrobatchCallback()}),
     "CheckpointingCallback": _callback(m.CheckpointingCallback, {"policy": "full", "offload": False}),
     "StreamedLayersCallback": Call(
-        m.StreamedLayersCallback, lambda folder: {"prefetch": 1, "rows": None, "embeddings_on_host": False}
+        m.StreamedLayersCallback,
+        lambda folder: {"prefetch": 1, "rows": None, "embeddings_on_host": False, "resident": 1},
     ),
     "EmbeddingBitsCallback": _callback(m.EmbeddingBitsCallback, {"bits": 32}, optim="adamw_bnb_8bit"),
     "EvaluationGuardCallback": _callback(m.EvaluationGuardCallback, {"reduce": None, "card_budget": "64MiB"}),

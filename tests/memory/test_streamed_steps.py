@@ -23,6 +23,8 @@ STEPS = {
     "parked, embeddings": {"embeddings_on_host": True},
     "released": {"gradient_release": True, "max_grad_norm": 0.0},
     "released, embeddings": {"gradient_release": True, "max_grad_norm": 0.0, "embeddings_on_host": True},
+    "parked, some stay": {"resident": 2},
+    "released, some stay": {"gradient_release": True, "max_grad_norm": 0.0, "resident": 3},
 }
 
 
@@ -77,7 +79,8 @@ def trained_peak(folder: Path, step: dict[str, Any]) -> int:
         if "gradient_release" in step
         else {}
     )
-    callback = StreamedLayersCallback(embeddings_on_host="embeddings_on_host" in step)
+    resident = step.get("resident", 0)
+    callback = StreamedLayersCallback(embeddings_on_host="embeddings_on_host" in step, resident=resident)
     attach(Recorded(model, args, train_dataset=[row] * 3 * ROWS, callbacks=[callback], **released)).train()
     return Recorded.peak
 
@@ -96,7 +99,7 @@ def test_recorded_bytes_are_those_of_the_trainer(case: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("case", STEPS)
 def test_bytes_on_the_host_and_over_the_bus_by_hand(case: str) -> None:
-    """2 L - 2 fetches of a layer; with a released optimizer its state in and weight and state out as well."""
+    """2 L - 2 fetches of L layers that wait; of a released optimizer its state in and weight and state out as well."""
     step = STEPS[case]
     _, found, model = recorded(step)
     layer, embeddings = (
@@ -104,15 +107,16 @@ def test_bytes_on_the_host_and_over_the_bus_by_hand(case: str) -> None:
         model.get_input_embeddings().weight.nbytes,
     )
     is_released, on_host = "gradient_release" in step, embeddings * ("embeddings_on_host" in step)
-    state = 2 * LAYERS * layer * is_released  # two averages in float32
-    assert found.weights_bytes == LAYERS * layer + on_host
-    assert found.in_bytes == pytest.approx((2 * LAYERS - 2) * layer + state, rel=1e-3)  # beside counters of steps
-    assert found.out_bytes == pytest.approx(LAYERS * layer + state, rel=1e-3)
+    away = LAYERS - step.get("resident", 0)
+    state = 2 * away * layer * is_released  # two averages in float32
+    assert found.weights_bytes == away * layer + on_host
+    assert found.in_bytes == pytest.approx((2 * away - 2) * layer + state, rel=1e-3)  # beside counters of steps
+    assert found.out_bytes == pytest.approx(away * layer + state, rel=1e-3)
     assert found.first_bytes == layer
     settings = StepSettings(precision="fp32", streamed=True, **step)
-    gradients = on_host if is_released else LAYERS * layer + on_host
+    gradients = on_host if is_released else away * layer + on_host
     assert found.gradient_bytes == gradients
-    trained = LAYERS * layer + on_host
+    trained = away * layer + on_host
     assert found.bytes_on_host(settings) == pytest.approx(trained + gradients + 2 * trained, rel=1e-3)
 
 
@@ -130,3 +134,18 @@ def test_estimate_says_what_the_host_holds() -> None:
     twice = estimate("pythia-70m", streamed=True, gradient_accumulation_steps=2, **settings)
     once, more = (each.step_costs.streaming.host_bytes for each in (found, twice))
     assert (more - once) / once == pytest.approx(3 / 7, rel=1e-3)
+
+
+@pytest.mark.parametrize("released", [False, True])
+def test_all_layers_that_stay_are_a_model_that_is_not_streamed(released: bool) -> None:
+    """To the byte, in every phase; with fewer of them less is on the GPU, more on the host, and a step is longer."""
+    settings = {"batch_size": 4, "seq_len": 64, "precision": "bf16", "checkpointing": True, "gpu": "RTX 3060 12GB"}
+    settings |= {"gradient_release": True, "max_grad_norm": 0.0} if released else {}
+    plain = estimate("pythia-70m", **settings)
+    layers = 6
+    found = [estimate("pythia-70m", streamed=True, resident=resident, **settings) for resident in range(layers + 1)]
+    assert (found[-1].phases, found[-1].host_bytes) == (plain.phases, 0)
+    assert found[-1].step_time.seconds == pytest.approx(plain.step_time.seconds)
+    assert [one.host_bytes for one in found] == sorted((one.host_bytes for one in found), reverse=True)
+    assert [one.peak_allocated_bytes for one in found] == sorted(one.peak_allocated_bytes for one in found)
+    assert [one.step_time.seconds for one in found] == sorted((one.step_time.seconds for one in found), reverse=True)

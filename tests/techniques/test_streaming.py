@@ -61,19 +61,25 @@ def layer_bytes(model: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    ("prefetch", "settings"),
+    ("prefetch", "resident", "settings"),
     [
-        (0, {"max_grad_norm": 1.0}),
-        (1, {"max_grad_norm": 1.0, "gradient_accumulation_steps": 2}),
-        (2, {"optim": "sgd"}),
-        (LAYERS, {"optim": "adamw_bnb_8bit", "bf16": True}),
+        (0, 0, {"max_grad_norm": 1.0}),
+        (1, 0, {"max_grad_norm": 1.0, "gradient_accumulation_steps": 2}),
+        (2, 0, {"optim": "sgd"}),
+        (LAYERS, 0, {"optim": "adamw_bnb_8bit", "bf16": True}),
+        (0, 1, {"max_grad_norm": 1.0, "gradient_accumulation_steps": 2}),
+        (1, 2, {"max_grad_norm": 1.0}),
+        (2, 4, {"optim": "adamw_bnb_8bit", "bf16": True}),
+        (1, LAYERS, {"max_grad_norm": 1.0}),
     ],
 )
-def test_weights_and_losses_are_those_of_stock(prefetch: int, settings: dict[str, Any], tmp_path: Path) -> None:
+def test_weights_and_losses_are_those_of_stock(
+    prefetch: int, resident: int, settings: dict[str, Any], tmp_path: Path
+) -> None:
     """Of stock with checkpointing, which computes the same: gradients are summed and clipped on the host."""
     settings = {**ADAMW, **checkpointing_arguments(), "per_device_train_batch_size": 4, **settings}
-    callback = StreamedLayersCallback(prefetch)
-    model, plain = llama(), llama()
+    callback = StreamedLayersCallback(prefetch, resident=resident)
+    model, plain, away = llama(), llama(), LAYERS - resident
     ours = tiny.train(model, rows(), tmp_path, trainer_callbacks=[callback], **settings)
     theirs = tiny.train(plain, rows(), tmp_path, **settings)
     assert tiny.largest_difference(model, plain) == 0.0
@@ -83,15 +89,16 @@ def test_weights_and_losses_are_those_of_stock(prefetch: int, settings: dict[str
     ]
     ring = callback.handle.ring
     passes = 4  # micro-batches of 4 of 16 rows
-    compared = 3 * LAYERS if "gradient_accumulation_steps" in settings else 0  # the losses of a batch and its halves
-    assert ring.fetches == passes * max(2 * LAYERS - 1 - prefetch, LAYERS) + compared
-    assert (ring.live_bytes, ring.peak_bytes) == (0, min(prefetch + 1, LAYERS) * layer_bytes(model))
+    compared = 3 * away if "gradient_accumulation_steps" in settings else 0  # the losses of a batch and its halves
+    assert ring.fetches == passes * max(2 * away - 1 - prefetch, away) + compared
+    assert (ring.live_bytes, ring.peak_bytes) == (0, min(prefetch + 1, away) * layer_bytes(model))
 
 
+@pytest.mark.parametrize("resident", [0, 2])
 @pytest.mark.parametrize("direction", ["to streamed", "to plain"])
-def test_a_checkpoint_is_resumed_with_and_without(direction: str, tmp_path: Path) -> None:
+def test_a_checkpoint_is_resumed_with_and_without(direction: str, resident: int, tmp_path: Path) -> None:
     settings = {**ADAMW, "per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 2}
-    streamed, plain = ({"trainer_callbacks": [StreamedLayersCallback()]}, {})
+    streamed, plain = ({"trainer_callbacks": [StreamedLayersCallback(resident=resident)]}, {})
     first, then = (plain, streamed) if direction == "to streamed" else (streamed, plain)
     straight = llama()
     tiny.train(straight, rows(), tmp_path / "straight", **settings, **first)
@@ -103,18 +110,19 @@ def test_a_checkpoint_is_resumed_with_and_without(direction: str, tmp_path: Path
     assert saved[0] == saved[1]
 
 
-def test_a_model_that_is_streamed_before_the_trainer_is_kept(tmp_path: Path) -> None:
-    model = llama()
-    handle = stream_layers(model, prefetch=2)
+@pytest.mark.parametrize("resident", [0, 1])
+def test_a_model_that_is_streamed_before_the_trainer_is_kept(resident: int, tmp_path: Path) -> None:
+    model, away = llama(), LAYERS - resident
+    handle = stream_layers(model, prefetch=2, resident=resident)
     callback = StreamedLayersCallback()
     trainer = attach(Trainer(model, tiny.arguments(tmp_path), train_dataset=rows(4)), callback)
     assert callback.handle is not None
     trainer.train()
-    assert handle.ring.fetches == 2 * LAYERS - 3
+    assert handle.ring.fetches == 2 * away - 3
     [change] = trainer.memopt_changes
-    size = f"{LAYERS * layer_bytes(model) / 1024:.1f} KiB"
+    size, stay = f"{away * layer_bytes(model) / 1024:.1f} KiB", ", 1 stay on the device" * resident
     assert str(change) == (
-        f"weights of the layers: 'on the device' -> 'fetched' ({size} of {LAYERS} layers wait in host memory)"
+        f"weights of the layers: 'on the device' -> 'fetched' ({size} of {away} layers wait in host memory{stay})"
     )
 
 
@@ -129,11 +137,12 @@ def test_a_model_that_was_placed_before_is_named(caplog: pytest.LogCaptureFixtur
     ]
 
 
-def test_stocks_checkpointing_is_off_while_layers_are_streamed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("resident", "stay"), [(0, []), (2, [0, 2]), (4, [0, 1, 2, 3]), (5, [0, 1, 2, 3, 4])])
+def test_stocks_checkpointing_is_off_while_layers_are_streamed(resident: int, stay: list[int], tmp_path: Path) -> None:
     """The Trainer switches it on at each train(), and finds it on when the layers are its own again."""
-    model, callback = llama(), StreamedLayersCallback()
+    model, callback = llama(), StreamedLayersCallback(resident=resident)
     tiny.train(model, rows(4), tmp_path, trainer_callbacks=[callback], **checkpointing_arguments())
-    assert not any(layer.gradient_checkpointing for layer in model.model.layers)
+    assert [number for number, layer in enumerate(model.model.layers) if layer.gradient_checkpointing] == stay
     callback.handle.remove()
     assert all(layer.gradient_checkpointing for layer in model.model.layers)
 
@@ -404,9 +413,11 @@ RELEASED = {
 }
 
 
-def released_run(folder: Path, kind: Any, options: Any, *, streamed: bool, resume: str | None = None) -> Trainer:
+def released_run(
+    folder: Path, kind: Any, options: Any, *, streamed: bool, resume: str | None = None, resident: int = 0
+) -> Trainer:
     dtype = torch.bfloat16 if hasattr(kind, "rounding") else torch.float32
-    callbacks = [StreamedLayersCallback()] if streamed else []
+    callbacks = [StreamedLayersCallback(resident=resident)] if streamed else []
     settings = {"per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 2, "weight_decay": 0.1}
     trainer = Trainer(
         llama().to(dtype),
@@ -425,7 +436,7 @@ def test_steps_on_the_device_are_those_of_the_plain_class(case: str, tmp_path: P
     kind, options, released = RELEASED[case]
     given = low_memory_optimizer(kind, **released, release=True), options
     plain = released_run(tmp_path / "plain", *given, streamed=False)
-    ours = released_run(tmp_path / "ours", *given, streamed=True)
+    ours = released_run(tmp_path / "ours", *given, streamed=True, resident=3 * (case == "fused AdamW"))
     assert tiny.largest_difference(ours.model, plain.model) == 0.0
     assert same(ours.optimizer.state_dict()["state"], plain.optimizer.state_dict()["state"])
     assert all(parameter.grad is None for parameter in ours.model.parameters())
@@ -433,6 +444,114 @@ def test_steps_on_the_device_are_those_of_the_plain_class(case: str, tmp_path: P
     assert tiny.largest_difference(resumed.model, plain.model) == 0.0
     [callback] = [one for one in ours.callback_handler.callbacks if isinstance(one, StreamedLayersCallback)]
     assert callback.handle.ring.steps is None  # after the run gradients are parked again
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, free_bytes: float) -> None:
+    """Let the CPU read as a GPU of 1 GB with so many bytes that neither the peak nor the margin needs."""
+    total, later = 10**9, 700  # bytes that are reserved at the peak and not now
+    used = total - total // 20 - int(free_bytes) - later
+    reading = SimpleNamespace(
+        device_total_bytes=total, device_used_bytes=used, reserved_bytes=300, peak_reserved_bytes=300 + later
+    )
+    monkeypatch.setattr("hf_memopt.training.techniques.streaming.resident.read_memory", lambda device: reading)
+
+
+AUTO = {  # bytes that are free, in layers, and how many fit
+    # a weight, its gradient, two moments, a temporary of the step, and counters
+    "parked": ({}, 10.2, 2),
+    "parked, autocast": ({"bf16": True}, 10.2, 1),  # whose copies of 16 bits are half a layer more
+    "released": ({"optimizer": gradient_release(torch.optim.AdamW)}, 6.2, 2),
+    "LoRA": ({"lora": True}, 3.5, 3),
+    "all": ({"lora": True}, 4.5, LAYERS),  # no copies of the last two are needed then
+    "none": ({}, 4.9, 0),
+}
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["", "streamed before"])
+@pytest.mark.parametrize("case", slow_except(("parked, autocast", "all"), AUTO))
+def test_as_many_layers_stay_as_two_steps_leave_room_for(
+    case: str, before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    options, layers, expected = AUTO[case]
+    options = {**ADAMW, **checkpointing_arguments(), "per_device_train_batch_size": 4, **options}
+    kind, is_adapted = options.pop("optimizer", None), options.pop("lora", False)
+    given = {"max_grad_norm": 0.0} if kind else {}
+    measured(monkeypatch, layers * layer_bytes(llama()))
+    found: list[Any] = []
+    for resident in ("auto", 1, None):
+        model: Any = llama()
+        if is_adapted:
+            torch.manual_seed(0)
+            model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"])).train()
+        if resident == "auto" and before:
+            stream_layers(model, resident="auto")
+        own = resident if not (resident == "auto" and before) else 0
+        callbacks = [] if resident is None else [StreamedLayersCallback(resident=own)]
+        args = tiny.arguments(tmp_path, **{**options, **given})
+        kinds = {"optimizer_cls_and_kwargs": (kind, {"lr": 1e-3})} if kind else {}
+        trainer = Trainer(model, args, train_dataset=rows(), callbacks=callbacks, **kinds)
+        attach(trainer).train()
+        found.append((model, trainer, *callbacks))
+    (model, trainer, callback), (fixed, other, _), (plain, _) = found
+    assert tiny.largest_difference(model, plain) == tiny.largest_difference(fixed, plain) == 0.0
+    assert same(trainer.optimizer.state_dict()["state"], other.optimizer.state_dict()["state"])
+    assert (callback.handle.options["resident"], len(callback.handle.ring.layers)) == (expected, LAYERS - expected)
+    assert len([layer for layer in layers_of(model) if layer.gradient_checkpointing]) == expected
+    text = f"StreamedLayersCallback: {expected} of {LAYERS} layers stay on cpu from here on, since "
+    [said] = [message for message in caplog.messages if message.startswith(text)]
+    assert said.endswith(
+        f" were free beside the peak of 2 steps and a margin of 5 %. Next time pass resident={expected}"
+    )
+
+
+def layers_of(model: Any) -> Any:
+    return getattr(model, "get_base_model", lambda: model)().model.layers
+
+
+@pytest.mark.parametrize(
+    ("optim", "settings", "problem", "fix"),
+    [
+        (
+            "adamw_torch",
+            dict.fromkeys(checkpointing_arguments()),
+            "layers that stay would keep their activations, and those that are streamed are recomputed",
+            f"Set {next(iter(checkpointing_arguments()))}=True, or pass resident=1",
+        ),
+        (
+            "adamw_bnb_8bit",
+            {},
+            "the state of <AdamW> would have to move in the middle of a run",
+            "Pass resident=1, and more while it fits",
+        ),
+    ],
+)
+def test_what_two_steps_do_not_say_is_refused(
+    optim: str, settings: Any, problem: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured(monkeypatch, 0)
+    options = {**checkpointing_arguments(), "optim": optim, **settings}
+    with pytest.raises(ValueError) as error:
+        tiny.train(llama(), rows(4), tmp_path, trainer_callbacks=[StreamedLayersCallback(resident="auto")], **options)
+    assert str(error.value) == (
+        f"resident='auto' cannot be used here: {problem}; expected a number of layers, or a run in which two steps say "
+        f"what a layer needs that stays. {fix}"
+    )
+
+
+@pytest.mark.parametrize("resident", [0, 1, 2])
+def test_no_cache_is_filled_in_part(resident: int) -> None:
+    """Layers that stay would fill it where gradients are recorded, and those that wait would not."""
+    model = llama()
+    expected = backward(copy.deepcopy(model))
+    stream_layers(model, resident=resident)
+    torch.manual_seed(0)
+    found = model(input_ids=IDS, labels=IDS, use_cache=True)
+    assert found.loss.item() == expected
+    assert found.past_key_values.get_seq_length() == 0
+    with pytest.raises(ValueError, match=r"^past_key_values goes on with a cache where gradients are recorded"):
+        model(input_ids=IDS, past_key_values=found.past_key_values)
+    with torch.no_grad():
+        assert model(input_ids=IDS, use_cache=True).past_key_values.get_seq_length() == IDS.shape[1]
 
 
 class TwoPasses(Trainer):

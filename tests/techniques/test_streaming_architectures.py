@@ -22,6 +22,8 @@ pytestmark = [
 ]
 SIZES = {name: 4 for name, size in auto_heads.SIZES.items() if "layer" in name and size == 2} | {"vocab_size": 128}
 
+RESIDENT = 0.0, 0.5, 1.0  # shares of the layers that stay, one at least
+
 
 def adapted(model: Any) -> Any:
     """Return it with adapters that are not zero; PEFT has no dropout for those of fused experts."""
@@ -49,15 +51,25 @@ def trained(model: Any, batch: dict[str, Any]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("way", ["full", "LoRA"])
 @pytest.mark.parametrize("kind", cases("streamed"))
-def test_an_architecture_is_trained_as_with_whole_weights(kind: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_architecture_is_trained_as_with_whole_weights(
+    kind: str, way: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     model, batch = head(kind, SIZES, monkeypatch)
     model = (adapted(model) if way == "LoRA" else model).to(tiny.DEVICE)
     batch = {name: value.to(tiny.DEVICE) if torch.is_tensor(value) else value for name, value in batch.items()}
     whole = copy.deepcopy(model)
     if whole.supports_gradient_checkpointing:
         enable_checkpointing(whole, {"use_reentrant": False})
+    is_slow = request.node.get_closest_marker("slow") is not None
+    shares = [share for share in RESIDENT if is_slow or (share == 0.5) == (way == "LoRA")]
+    some = [copy.deepcopy(whole) for _ in shares]
     ring = stream_layers(model).ring
     expected, found = trained(whole, batch), trained(model, batch)
     assert same(found, expected)
-    largest = max(sum(t.nbytes for t in layer.host_tensors()) for layer in ring.layers)
+    largest, count = max(sum(t.nbytes for t in layer.host_tensors()) for layer in ring.layers), len(ring.layers)
     assert 0 < ring.peak_bytes <= 2 * largest
+    for share, mostly in zip(shares, some, strict=True):
+        ring = stream_layers(mostly, resident=max(1, int(share * count))).ring
+        assert same(trained(mostly, batch), expected), share
+        assert (ring.peak_bytes > 0) == (share < 1)
+        assert ring.peak_bytes <= min(2, len(ring.layers)) * largest

@@ -30,10 +30,10 @@ def _fail(*_: Any) -> None:
     raise ZeroDivisionError
 
 
-def run(lanes: Lanes, prefetch: int, *, released: bool = False) -> list[Any]:
+def run(lanes: Lanes, prefetch: int, *, released: bool = False, resident: int = 0) -> list[Any]:
     """Train 3 steps, gradients parked or released; return losses, gradients and weights."""
     streamed = llama(attention_dropout=0.0)
-    ring = stream_layers(streamed, prefetch=prefetch, lanes=lanes).ring
+    ring = stream_layers(streamed, prefetch=prefetch, lanes=lanes, resident=resident).ring
     kind = low_memory_optimizer(torch.optim.AdamW, release=True) if released else torch.optim.AdamW
     optimizer = kind(streamed.parameters(), lr=0.01)
     if released:
@@ -59,7 +59,7 @@ def test_late_copies_change_nothing(count: int, released: bool) -> None:
     expected, late = run(Lanes("cpu"), 1, released=released), 0
     for seed in range(count):
         lanes = LateLanes(seed)
-        assert same(run(lanes, seed % 3, released=released), expected), seed
+        assert same(run(lanes, seed % 3, released=released, resident=seed // 3 % 3), expected), seed
         late += lanes.late
     assert late > count
 
@@ -69,12 +69,14 @@ RELEASED = ("Ring.use", "Ring._drop", "DeviceSteps.begin_layer", "DeviceSteps.st
 TWICE = {"Ring.deliver"}  # of a weight that Ring.use has waited for
 
 
+@pytest.mark.parametrize("resident", [0, 2])
 @pytest.mark.parametrize(("wait", "released"), [*((one, False) for one in PARKED), *((one, True) for one in RELEASED)])
-def test_a_wait_left_out_is_caught(wait: str, released: bool) -> None:
+def test_a_wait_left_out_is_caught(wait: str, released: bool, resident: int) -> None:
     expected = run(Lanes("cpu"), 1, released=released)
     for seed in range(9):
         try:
-            if not same(run(LateLanes(seed, without=wait), seed % 3, released=released), expected):
+            late = LateLanes(seed, without=wait)
+            if not same(run(late, seed % 3, released=released, resident=resident), expected):
                 return
         except AssertionError:
             return

@@ -51,7 +51,7 @@ def prepared_model(recipe: Recipe, model: nn.Module) -> tuple[nn.Module, tuple[C
     if recipe.streamed:  # before a Trainer moves the model to the GPU
         from hf_memopt.training.techniques.streaming import stream_layers
 
-        stream_layers(model, embeddings_on_host=recipe.embeddings_on_host)
+        stream_layers(model, embeddings_on_host=recipe.embeddings_on_host, resident=recipe.resident)
     return model, changes
 
 

@@ -85,6 +85,7 @@ class Recipe:
         offload: whether the inputs of checkpointed layers wait in host memory.
         streamed: whether the weights of the layers wait in host memory, as with ``stream_layers``.
         embeddings_on_host: whether, with ``streamed``, the input embeddings wait and compute there too.
+        resident: with ``streamed``, how many layers stay on the GPU, spread evenly over all.
         tiled: whether MLPs and experts run over tiles of positions, as with ``tile_layers``.
         tile_tokens: with ``tiled``, the tokens of a tile; None for the model's width, at least 1024.
         fused_cross_entropy: whether the loss is computed without all logits at once.
@@ -134,6 +135,7 @@ class Recipe:
     offload: bool = _choice(False, "copies to the host cost time on the bus")
     streamed: bool = _choice(False, "copies of the layers cost time on the bus")
     embeddings_on_host: bool = _choice(False, "the host steps slower than the GPU")
+    resident: CountOrZero = _choice(0, "no layer is streamed, or all are")
     tiled: bool = _choice(False, "only long rows have large intermediates")
     tile_tokens: Count | None = _choice(None, "the model's width, at least 1024; smaller tiles save little more")
     fused_cross_entropy: bool = _choice(False, "the logits of a small vocabulary are small")
@@ -419,6 +421,8 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
             "offload=True, checkpointing=False offload nothing: what goes to the host are the inputs of checkpointed "
             "layers; expected checkpointing. Pass checkpointing=True"
         )
+    if recipe.resident and not recipe.streamed:
+        yield f"resident={recipe.resident}, streamed=False stream nothing; expected both. Pass streamed=True"
     if recipe.every_n_layers > 1 and not recipe.checkpointing:
         yield (
             f"every_n_layers={recipe.every_n_layers}, checkpointing=False recompute nothing; expected checkpointing. "

@@ -42,6 +42,33 @@ def test_layers_wait_on_the_host_where_nothing_else_fits() -> None:
     assert "MicrobatchCallback" not in script
 
 
+def test_as_many_layers_stay_as_fit() -> None:
+    """One more would not, and without them a step is longer."""
+    found = streamed("75MiB")
+    one = found.chosen
+    resident = one.recipe.resident
+    assert 0 < resident < 6
+    assert one.fits
+    assert (one.recipe.streamed, one.recipe.checkpointing) == (True, True)
+    more = one.recipe.replace(resident=resident + 1)
+    assert found.simulation.spare_bytes(more, one.seq_len) < 0 <= found.simulation.spare_bytes(one.recipe, one.seq_len)
+    [without] = [
+        other
+        for other in found.candidates
+        if (other.rows, other.recipe.optim, other.recipe.precision, other.recipe.resident)
+        == (one.rows, one.recipe.optim, one.recipe.precision, 0)
+        if other.recipe.streamed and not other.recipe.embeddings_on_host
+    ]
+    assert one.cost < without.cost
+    assert f"{6 - resident} of 6 layers streamed" in one.name
+    assert f"on the GPU alone: {6 - resident} of 6 layers wait in " in one.reason
+    assert " of RAM, which costs " in one.reason
+    assert one.waiting_seconds < without.waiting_seconds
+    script = found.script() or ""
+    assert f"hf_memopt.stream_layers(model, resident={resident})" in script
+    assert f"hf_memopt.StreamedLayersCallback(resident={resident})" in script
+
+
 @pytest.mark.slow
 def test_too_little_host_memory_is_said() -> None:
     found = streamed("56MiB", host_memory="50MB")

@@ -34,7 +34,7 @@ class HostWeights:
     weights_bytes: int  # of all of them
     in_bytes: int  # copied to the GPU in a forward and backward pass
     out_bytes: int  # copied to the host in it
-    first_bytes: int  # of the first layer, for which compute waits
+    first_bytes: int  # of the first of them, for which compute waits
 
     @property
     def gradient_bytes(self) -> int:
@@ -66,11 +66,13 @@ class RecordedStream:
         """Stream the layers inside, unless the technique refuses; what is on the host is left out of the recording."""
         with (
             undo_all(*self._statistics_as_weights()),
-            load(TECHNIQUE.function)(self._model, device="meta", lanes=self) as handle,
+            load(TECHNIQUE.function)(
+                self._model, device="meta", lanes=self, resident=self._settings.resident
+            ) as handle,
             undo_all(*self._embeddings_on_host()),
         ):
             self._layers = [parameter for layer in handle.ring.layers for parameter in layer.parameters]
-            self._first_bytes = sum(parameter.nbytes for parameter in handle.ring.layers[0].parameters)
+            self._first_bytes = sum(one.nbytes for layer in handle.ring.layers[:1] for one in layer.parameters)
             self._check_scaler()
             for tensor in (*self._layers, *self._embeddings):
                 self._tracker.ignore(tensor, is_copied=False)

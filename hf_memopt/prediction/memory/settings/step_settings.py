@@ -58,6 +58,7 @@ class StepSettings:
         streamed: whether the weights of the layers wait in host memory, as with ``stream_layers``. Their gradients are
             parked there and the optimizer steps there; with ``gradient_release`` each layer steps on the GPU.
         embeddings_on_host: whether, with ``streamed``, tokens are looked up on the host, where the embeddings step.
+        resident: with ``streamed``, how many layers stay on the GPU, spread evenly over all.
         tiled: whether MLPs and experts run over tiles of positions, as with ``hf_memopt.techniques.tile_layers``.
         tile_tokens: with ``tiled``, the tokens of a tile; None for the model's width, at least 1024.
         sparse_tied_embedding: whether the gradient of tied input embeddings is added into the head's as rows, as
@@ -124,6 +125,7 @@ class StepSettings:
     gradient_release: bool = _setting(False, bool, changes="replay")
     streamed: bool = _setting(False, bool, changes="trace")
     embeddings_on_host: bool = _setting(False, bool, changes="trace")
+    resident: int = _setting(0, CountOrZero, changes="trace")
     tiled: bool = _setting(False, bool)
     tile_tokens: int | None = _setting(None, Count | None)
     sparse_tied_embedding: bool = _setting(False, bool)
@@ -239,6 +241,7 @@ class StepSettings:
         """Refuse a setting without the one that it needs."""
         needed = (  # the setting, what it needs, whether that is missing, why
             ("embeddings_on_host", "streamed", not self.streamed, "embeddings wait on the host beside streamed layers"),
+            ("resident", "streamed", not self.streamed, "all layers stay where none is streamed"),
             ("tile_tokens", "tiled", not self.tiled, "nothing runs in tiles"),
             (
                 "quantize_experts",

@@ -138,8 +138,13 @@ def _why_chosen(one: Candidate, candidates: Sequence[Candidate], goal: str) -> s
     is_not_all = any(other.fits and other.cost < fastest.cost for other in candidates)
     kind, ease = (f"{NAMES[one.stage]} ", " with 8 % free" * (one.stage == "full")) if is_not_all else ("", "")
     if one.recipe.streamed:
-        hides = "" if one.hiding_tokens is None else f", copies hidden from {one.hiding_tokens:,.0f} tokens a pass on"
-        longest += f"nothing fits on the GPU alone: layers wait in {format_bytes(one.host_bytes)} of RAM{hides}; "
+        what = hides = ""
+        if one.recipe.resident:
+            what = f"{one.layers - one.recipe.resident} of {one.layers} "
+            hides = "" if one.waiting_seconds is None else f", which costs {one.waiting_seconds:.2g} s per step"
+        elif one.hiding_tokens is not None:
+            hides = f", copies hidden from {one.hiding_tokens:,.0f} tokens a pass on"
+        longest += f"nothing fits on the GPU alone: {what}layers wait in {format_bytes(one.host_bytes)} of RAM{hides}; "
     first = f"the fastest {kind}set-up that fits{ease}{' by an assumed time' if one.seconds is None else ''}"
     if fastest is one or (equally_fast(fastest.cost, one.cost) and fastest.simplicity == one.simplicity):
         return f"{longest}{first}"

@@ -119,13 +119,14 @@ def facts_of(
     loaded = session().load(source, task=own_task)
     built = loaded.model
     found = task_of(built)
-    stacks = [len(stack) for stack in layer_stacks(built).values()]
+    stacks = [*layer_stacks(built).values()]
     config = getattr(built, "config", None)
     kind = str(getattr(config, "model_type", ""))
     facts = ModelFacts(
         task=found,
         is_tied=bool(tied_embeddings(built)),
-        layers=min(stacks, default=0),
+        layers=min(map(len, stacks), default=0),
+        all_layers=len({layer for stack in stacks for layer in stack}),
         has_adapters=hasattr(built, "peft_config"),
         is_quantized=is_quantized(built),
         can_adapt=found is not None,

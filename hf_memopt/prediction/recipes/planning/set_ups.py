@@ -79,6 +79,7 @@ class ModelFacts:
     task: str | None  # of the model's head; None for a head that is unknown
     is_tied: bool  # whether the embedding is the head too
     layers: int  # of its shortest stack
+    all_layers: int = 0  # of all its stacks
     has_adapters: bool = False  # whether it has adapters of its own
     is_quantized: bool = False  # whether its weights are quantised already
     can_adapt: bool = True  # whether PEFT's rules are known to fit it
@@ -161,6 +162,20 @@ class SetUp:
         sizes = {"per_device_train_batch_size": rows, "per_device_eval_batch_size": evaluated}
         return self.recipe.replace(**sizes, reasons=self.recipe.reasons)
 
+    def with_resident(self, resident: int, layers: int) -> SetUp:
+        """Return the streamed set-up with so many of its layers on the GPU, where they are recomputed too."""
+        [streamed] = [one for one in self.techniques if one.fields.get("streamed")]
+        waits = f"{layers - resident} of {layers} layers"
+        varied = replace(
+            streamed,
+            name=streamed.name.replace("streamed layers", f"{waits} streamed"),
+            fields={**streamed.fields, **CHECKPOINTING.fields, "resident": resident},
+            reason=f"{waits} wait in host memory, spread evenly over those that fit on the GPU; each is recomputed",
+            replaces=streamed,
+        )
+        techniques = tuple(varied if one is streamed else one for one in self.techniques)
+        return SetUp(self.stage, _with(self.recipe, [varied]), techniques)
+
     @property
     def structure(self) -> Recipe:
         """The recipe without what needs no recording of its own: the optimizer and the allocator's segments."""
@@ -170,13 +185,14 @@ class SetUp:
     def simplicity(self) -> tuple[int, int, int]:
         """Smaller is simpler: how many techniques change the training, which levers it has, how many round or share."""
         changing = sum(one.kind == "training" or bool(one.consent) for one in self.techniques)
-        levers = sum(2 ** LEVERS.index(one) for one in self.techniques if one in LEVERS)
+        techniques = (one.replaces if one.fields.get("resident") else one for one in self.techniques)
+        levers = sum(2 ** LEVERS.index(one) for one in techniques if one in LEVERS)
         return changing, levers, sum(one.kind == "rounding" for one in self.techniques)
 
 
 def on_host(techniques: Iterable[Technique]) -> list[Technique]:
     """Return those with which optimizer state or activations wait in host memory."""
-    return [one for one in techniques if one in (PAGED, PAGED_EIGHT_BIT, *ON_HOST)]
+    return [one for one in techniques if one in (PAGED, PAGED_EIGHT_BIT, *ON_HOST) or one.fields.get("resident")]
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,8 @@ class Candidate:
     host_lacks_bytes: int = 0
     # of a pass, from which computing hides the copies of streamed layers; None without them
     hiding_tokens: float | None = None
+    layers: int = 0  # of a model of which some are streamed; 0 for any other
+    waiting_seconds: float | None = None  # of these that a step waits for the host; None where no time is predicted
     reason: str = ""  # why it was taken or refused
 
     @property
@@ -285,6 +287,8 @@ class Simulation:
             host_bytes=found.host_bytes,
             host_lacks_bytes=max(0, -self._spare_on_host(recipe, found)),
             hiding_tokens=None if found.step_costs is None else found.step_costs.hiding_tokens(self.priced_on),
+            layers=self.facts.all_layers if recipe.streamed else 0,
+            waiting_seconds=ratio * time.seconds * time.shares["PCIe"] if is_timed and recipe.streamed else None,
         )
 
     def _is_timed(self, found: Estimate) -> bool:

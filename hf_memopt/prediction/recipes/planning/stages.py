@@ -31,6 +31,7 @@ from hf_memopt.prediction.recipes.planning.set_ups import (
 
 if TYPE_CHECKING:
     from hf_memopt.prediction.recipes import Recipe
+    from hf_memopt.prediction.recipes.planning.set_ups import Technique
     from hf_memopt.prediction.recipes.planning.simulated import Candidate, Simulation
 
 
@@ -111,7 +112,27 @@ class StageSearch:
                 found = simulation.of(one, simulation.row_counts(one)[0])
                 needs[held] = 1 if found is None else found.host_lacks_bytes
         search([one for one, held in every.items() if needs.get(held, 1) == 0], simulation)
+        if simulation.goal == "speed":
+            self._keep_most(stage, {one.techniques: one for one in every})
         return best_of(self._of(stage), simulation.goal)
+
+    def _keep_most(self, stage: str, streamed: Mapping[tuple[Technique, ...], SetUp]) -> None:
+        """Simulate the fastest candidates of up to three batches with as many layers on the GPU as fit."""
+        simulation, layers = self.simulation, self.simulation.facts.all_layers
+        fitting = [one for one in self._of(stage) if one.fits and one.techniques in streamed]
+        fastest = {one.rows: one for one in sorted(fitting, key=lambda one: -one.cost)}
+        for one in sorted(fastest.values(), key=lambda one: one.cost)[:3]:
+            set_up = streamed[one.techniques]
+
+            def spare_bytes(resident: int, one: Candidate = one, set_up: SetUp = set_up) -> int | None:
+                if not resident:
+                    return one.spare_bytes - one.margin_bytes
+                recipe = set_up.with_resident(resident, layers).with_rows(one.rows)
+                return simulation.spare_bytes(recipe, one.seq_len)
+
+            most = largest_that_fits(range(layers), spare_bytes, first=(0, layers - 1))
+            if most:
+                simulation.of(set_up.with_resident(most, layers), one.rows)
 
     def _searched(self, stage: str, left_bytes: int = 0) -> Candidate | None:
         self.simulation.left_bytes = left_bytes

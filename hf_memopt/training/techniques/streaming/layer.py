@@ -103,11 +103,7 @@ class StreamedLayer:
         self.switch_off()
         # of each parameter that is trained
         call.gates = [Gate.apply(p, call, i) if p.requires_grad else None for i, p in enumerate(self.parameters)]  # type: ignore[no-untyped-call]
-        if not getattr(self.module, "_can_checkpoint_with_cache", False):  # the recomputation would write it once more
-            self._check_cache(*args, *kwargs.values())
-            kwargs = {name: None if name in versions.CACHES else value for name, value in kwargs.items()}
-            args = tuple(None if isinstance(value, Cache) else value for value in args)  # as GPT-2's layers take it
-            kwargs |= {"use_cache": False} if kwargs.get("use_cache") else {}
+        args, kwargs = without_cache(self.module, self.ring, args, kwargs)
         parts = [*row_parts(self.module, args, kwargs, self.rows)]
         if len(parts) > 1 and type(self.module) not in self.ring.compared:
             run = functools.partial(call.run, before)
@@ -118,19 +114,6 @@ class StreamedLayer:
         if any(tensor.requires_grad for tensor in tensors_in(outputs)):
             self.ring.record(call)
         return joined(outputs, self.rows)
-
-    def _check_cache(self, *values: Any) -> None:
-        """Refuse a cache that comes filled or again: none is kept, as the recomputation would write it once more."""
-        cache = next((value for value in values if isinstance(value, Cache)), None)
-        if cache is None:
-            return
-        owner = self.ring.caches.get(cache)
-        if owner is self or (owner is None and cache.get_seq_length() > 0):
-            raise ValueError(
-                "past_key_values goes on with a cache where gradients are recorded, and streamed layers keep none; "
-                "expected none. Run all of it under torch.no_grad(), or pass use_cache=False, or call handle.remove()"
-            )
-        self.ring.caches.setdefault(cache, self)
 
     def move(self, before: Callable[..., Any], function: Callable[[Any], Any], *args: Any, **kwargs: Any) -> Any:
         """Let ``module.to(device)`` move buffers and what is resident, and leave streamed parameters on the host."""
@@ -201,6 +184,36 @@ class StreamedLayer:
             if held.is_8bit:  # whose forward gave the weight the device tensor of the state
                 module: Any = held.places[0][0]
                 held.parameter.data = module.state.CB
+
+
+def without_cache(
+    module: nn.Module, ring: Ring, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a layer without its cache, which a recomputation would write once more.
+
+    A cache is refused that comes filled or again. Layers that stay get none either: it would be filled in part.
+    """
+    if getattr(module, "_can_checkpoint_with_cache", False):
+        return args, kwargs
+    cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
+    if cache is not None:
+        owner = ring.caches.get(cache)
+        if owner is module or (owner is None and cache.get_seq_length() > 0):
+            raise ValueError(
+                "past_key_values goes on with a cache where gradients are recorded, and streamed layers keep none; "
+                "expected none. Run all of it under torch.no_grad(), or pass use_cache=False, or call handle.remove()"
+            )
+        ring.caches.setdefault(cache, module)
+    kwargs = {name: None if name in versions.CACHES else value for name, value in kwargs.items()}
+    kwargs |= {"use_cache": False} if kwargs.get("use_cache") else {}
+    return tuple(None if isinstance(value, Cache) else value for value in args), kwargs  # as GPT-2's layers take it
+
+
+def resident_forward(module: nn.Module, ring: Ring, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run the forward pass of a layer that stays beside streamed ones."""
+    if torch.is_grad_enabled():
+        args, kwargs = without_cache(module, ring, args, kwargs)
+    return before(*args, **kwargs)
 
 
 class LayerCall:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from hf_memopt.training.techniques.streaming.gradients import DeviceSteps, HostGradients
 from hf_memopt.training.techniques.streaming.lanes import Lanes
@@ -34,7 +35,7 @@ class Ring:
         self.layers: list[StreamedLayer] = []  # in the order of the model
         self.compared: set[type] = set()  # kinds of layers whose rows were found in the first dimension
         # of passes that recorded gradients, empty, and the layer that was given each first
-        self.caches: weakref.WeakKeyDictionary[Any, StreamedLayer] = weakref.WeakKeyDictionary()
+        self.caches: weakref.WeakKeyDictionary[Any, nn.Module] = weakref.WeakKeyDictionary()
         self.gradients = HostGradients(lanes)
         self.steps: DeviceSteps | None = None  # of an optimizer that steps within the backward pass
         self.fetches = 0  # copies in of a whole layer so far

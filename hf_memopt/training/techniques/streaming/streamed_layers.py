@@ -4,6 +4,7 @@ Weights, gradients, optimizer state and checkpoints are ordinary ones on the hos
 layers, what is outside the layers (embeddings, head, adapters), and the activations of a model whose layers are all
 recomputed. Weights and losses are bit for bit those of stock with checkpointing. A step of L layers copies
 2 L - 1 - prefetch of them to the GPU, beside the compute of those before; so it pays where a batch has enough tokens.
+Of a model that is a little too large most layers can stay: ``resident`` says how many, and L counts the others.
 
 Gradients are *parked*: each goes to the host when its layer is done, where stock accumulates, clips and steps. With
 ``low_memory_optimizer(release=True)`` they are *released*: weight and state visit the GPU, which steps within the
@@ -18,7 +19,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -36,7 +38,15 @@ from hf_memopt.training.techniques import ModelCallback
 from hf_memopt.training.techniques.optimizers import optimizer_state_bytes
 from hf_memopt.training.techniques.streaming.gradients import DeviceSteps, HostGradients
 from hf_memopt.training.techniques.streaming.lanes import Lanes
-from hf_memopt.training.techniques.streaming.layer import StreamedLayer
+from hf_memopt.training.techniques.streaming.layer import StreamedLayer, resident_forward
+from hf_memopt.training.techniques.streaming.resident import (
+    MEASURED_STEPS,
+    check_measurable,
+    check_resident,
+    layers_that_wait,
+    most_resident,
+    move_state,
+)
 from hf_memopt.training.techniques.streaming.ring import Ring
 from hf_memopt.units import format_bytes
 
@@ -56,7 +66,7 @@ class StreamedHandle(UndoHandle):
     The weights stay on the host, page-locked; what is outside the layers stays on the device.
     """
 
-    def __init__(self, ring: Ring, *handles: UndoHandle) -> None:
+    def __init__(self, ring: Ring, options: dict[str, Any], *handles: UndoHandle) -> None:
         undo = undo_all(*handles)
 
         def stop() -> None:
@@ -66,7 +76,8 @@ class StreamedHandle(UndoHandle):
                 layer.switch_back()
 
         super().__init__(stop)
-        self.ring = ring  # the layers and their copies, with the counts fetches, live_bytes and peak_bytes
+        self.ring = ring  # the layers that wait and their copies, with the counts fetches, live_bytes and peak_bytes
+        self.options = options  # of stream_layers
 
 
 def stream_layers(
@@ -75,6 +86,7 @@ def stream_layers(
     prefetch: int = 1,
     rows: int | None = None,
     embeddings_on_host: bool = False,
+    resident: int | Literal["auto"] = 0,
     device: torch.device | str | None = None,
     lanes: Lanes | None = None,
 ) -> StreamedHandle:
@@ -103,6 +115,11 @@ def stream_layers(
             first time, two parts are compared with both at once, and a layer whose rows meet is refused.
         embeddings_on_host: look the tokens up on the host. The embeddings, their gradient and state are then nowhere
             on the device; stock steps them on the host, released or not.
+        resident: how many layers stay on the device, spread evenly over all, with gradient and state. They are
+            recomputed only where stock's checkpointing is on, and get all rows at once. At most
+            ``resident + prefetch + 1`` layers are there at once; with all of them nothing is streamed. ``"auto"`` lets
+            ``StreamedLayersCallback`` find the number: it measures two steps of streamed layers, then keeps as many as
+            fit with 5 % of the GPU left, and logs it. Longer rows and evaluation later need more.
         device: that computes; the Trainer's, else the accelerator, else the CPU.
         lanes: makes the copies; for tests.
 
@@ -126,7 +143,8 @@ def stream_layers(
     """
     from transformers import Trainer
 
-    _check_options(prefetch, rows, embeddings_on_host)
+    options = {"prefetch": prefetch, "rows": rows, "embeddings_on_host": embeddings_on_host, "resident": resident}
+    _check_options(**options)
     if isinstance(model, Trainer):
         _check_arguments(model.args)
         model, device = model.model, device or model.args.device
@@ -135,9 +153,11 @@ def stream_layers(
     _check_model(model, is_simulated=target.type == "meta")
     _check_prefixes(model)
     layers = _layers_of(model)
+    check_resident(resident, layers, target)
     adapters = {*model.parameters()} - {*parameters_outside_adapters(model)}
     ring = Ring(lanes or Lanes(target), prefetch)
-    ring.layers = [StreamedLayer(layer, ring, adapters, rows) for layer in layers]
+    away = layers_that_wait(layers, 0 if resident == "auto" else resident)
+    ring.layers = [StreamedLayer(layer, ring, adapters, rows) for layer in away]
     _check_shared(model, ring)
     if embeddings_on_host:
         _check_untied(model)
@@ -148,12 +168,14 @@ def stream_layers(
         for layer in ring.layers
         for name, function in (("forward", layer.forward), ("_apply", layer.move))
     ]
+    stay = [layer for layer in layers if layer not in away] if away else []
+    overrides += [override_method(layer, "forward", partial(resident_forward, layer, ring)) for layer in stay]
     if embeddings_on_host:
         overrides += _keep_embeddings(model, ring)
     if getattr(model, "hf_device_map", None):  # of bitsandbytes' models; accelerate refuses another device than its own
         overrides.append(set_attribute(unwrap_model(model), "hf_device_map", {"": ring.lanes.device}))
     nn.Module.to(model, ring.lanes.device)  # not its own, which bitsandbytes' models refuse
-    handle = _HANDLES[model] = StreamedHandle(ring, *overrides)
+    handle = _HANDLES[model] = StreamedHandle(ring, options, *overrides)
     return handle
 
 
@@ -177,10 +199,20 @@ class StreamedLayersCallback(ModelCallback):
     technique = TECHNIQUE
     handle: StreamedHandle | None
 
-    def __init__(self, prefetch: int = 1, rows: int | None = None, *, embeddings_on_host: bool = False) -> None:
-        _check_options(prefetch, rows, embeddings_on_host)
+    def __init__(
+        self,
+        prefetch: int = 1,
+        rows: int | None = None,
+        *,
+        embeddings_on_host: bool = False,
+        resident: int | Literal["auto"] = 0,
+    ) -> None:
+        _check_options(prefetch, rows, embeddings_on_host, resident)
         self.prefetch, self.rows, self.embeddings_on_host = prefetch, rows, embeddings_on_host
+        self.resident: int = 0 if resident == "auto" else resident
         self._options: dict[str, Any] = {"prefetch": prefetch, "rows": rows, "embeddings_on_host": embeddings_on_host}
+        self._options["resident"] = resident
+        self._steps = 0  # of this run
         super().__init__(**self._options)
 
     def change_model(self, model: Any, args: TrainingArguments) -> None:
@@ -200,10 +232,18 @@ class StreamedLayersCallback(ModelCallback):
             handle = stream_layers(model, device=args.device, **self._options)
         elif self._handles.model is model:
             return
+        elif self._options["resident"] == "auto" and handle.options["resident"] == 0:
+            check_resident("auto", [], handle.ring.lanes.device)
+            handle.options["resident"] = "auto"
+        self._keep(model, handle)
+
+    def _keep(self, model: Any, handle: StreamedHandle) -> None:
         self._handles.keep(model, handle)
         self.handle = handle
         streamed = sum(parameter.nbytes for layer in handle.ring.layers for parameter in layer.parameters)
-        reason = f"{format_bytes(streamed)} of {len(handle.ring.layers)} layers wait in host memory"
+        self.resident = 0 if handle.options["resident"] == "auto" else handle.options["resident"]
+        stay = f", {self.resident} stay on the device" if self.resident else ""
+        reason = f"{format_bytes(streamed)} of {len(handle.ring.layers)} layers wait in host memory{stay}"
         self.note(Change("weights of the layers", "on the device", "fetched", reason))
 
     def on_train_begin(
@@ -213,12 +253,32 @@ class StreamedLayersCallback(ModelCallback):
         _check_arguments(args)
         super().on_train_begin(args, state, control, model=model, **kwargs)
         assert self.handle is not None  # of the model
-        ring, optimizer = self.handle.ring, unwrap_optimizer(optimizer)
-        ring.gradients = HostGradients(ring.lanes)  # stock has dropped those of an earlier run
-        for layer in ring.layers:
-            layer.switch_off()
-        ring.steps = DeviceSteps(ring.lanes, optimizer) if hasattr(optimizer, "step_copy") else None
+        ring, optimizer, self._steps = self.handle.ring, unwrap_optimizer(optimizer), 0
+        _begin(ring, optimizer)
         _check_training(model, ring, args, optimizer)
+        if self.handle.options["resident"] == "auto":
+            check_measurable(ring, args, optimizer)
+
+    def on_step_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        """Let as many layers stay as fit, when the steps were measured that this takes."""
+        self._steps += 1
+        assert self.handle is not None
+        if self._steps != MEASURED_STEPS or self.handle.options["resident"] != "auto":
+            return
+        ring, optimizer, count = self.handle.ring, unwrap_optimizer(optimizer), len(self.handle.ring.layers)
+        number, free_bytes = most_resident(ring, args, optimizer)
+        self.handle.remove()
+        self._keep(model, stream_layers(model, lanes=ring.lanes, **{**self.handle.options, "resident": number}))
+        _begin(self.handle.ring, optimizer)
+        move_state(optimizer, model)
+        notify(
+            logger,
+            f"StreamedLayersCallback: {number} of {count} layers stay on {ring.lanes.device} from here on, since "
+            f"{format_bytes(free_bytes)} were free beside the peak of {MEASURED_STEPS} steps and a margin of 5 %. Next "
+            f"time pass resident={number}",
+        )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Let go of the device copies and of the optimizer."""
@@ -226,6 +286,14 @@ class StreamedLayersCallback(ModelCallback):
             ring = self.handle.ring
             ring.clear()
             ring.steps, ring.gradients = None, HostGradients(ring.lanes)
+
+
+def _begin(ring: Ring, optimizer: Any) -> None:
+    """Let layers know who steps: gradients of an earlier run are dropped by stock."""
+    ring.gradients = HostGradients(ring.lanes)
+    for layer in ring.layers:
+        layer.switch_off()
+    ring.steps = DeviceSteps(ring.lanes, optimizer) if hasattr(optimizer, "step_copy") else None
 
 
 # ---- The model
@@ -295,7 +363,8 @@ def _to_host(ring: Ring) -> None:
     """
     for number, layer in enumerate(ring.layers, 1):
         waiting = layer.host_tensors()
-        if ring.lanes.is_async or any(tensor.device.type != "cpu" for tensor in waiting):
+        is_slow = ring.lanes.is_async and not all(tensor.is_pinned() for tensor in waiting)  # they are, streamed again
+        if is_slow or any(tensor.device.type != "cpu" for tensor in waiting):
             what = f"the weights of layer {number} of {len(ring.layers)}"
             _check_host_memory(sum(tensor.nbytes for tensor in waiting), what)
             layer.to_host()
@@ -328,10 +397,11 @@ def _keep_embeddings(model: Any, ring: Ring) -> list[UndoHandle]:
 # ---- The arguments
 
 
-def _check_options(prefetch: Any, rows: Any, embeddings_on_host: Any) -> None:
+def _check_options(prefetch: Any, rows: Any, embeddings_on_host: Any, resident: Any) -> None:
     check_value("prefetch", prefetch, CountOrZero, 1)
     check_value("rows", rows, Count | None, 8)
     check_value("embeddings_on_host", embeddings_on_host, bool, False)
+    check_value("resident", resident, CountOrZero | Literal["auto"], 0)
 
 
 def _check_arguments(args: TrainingArguments) -> None:
