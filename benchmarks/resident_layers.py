@@ -13,7 +13,8 @@ from typing import Any
 
 from results_file import markdown, show
 
-from hf_memopt import GPUS, Estimate, estimate
+from hf_memopt import Estimate, estimate
+from hf_memopt.gpus import GPUS
 from hf_memopt.prediction.memory import largest_that_fits, margin_of
 from hf_memopt.prediction.memory.recording import session
 from hf_memopt.training.binding.parameters import layer_stacks

@@ -18,15 +18,8 @@ import transformers
 from transformers import Trainer, TrainingArguments
 
 import tiny
-from hf_memopt import (
-    GPUS,
-    StreamedLayersCallback,
-    add_adapters,
-    attach,
-    estimate,
-    released_optimizer,
-    stream_layers,
-)
+from hf_memopt import StreamedLayersCallback, add_adapters, attach, estimate, low_memory_optimizer, stream_layers
+from hf_memopt.gpus import GPUS
 from hf_memopt.prediction.rehearsal import peaks_by_phase
 from hf_memopt.training.binding import checkpointing_arguments
 from hf_memopt.training.techniques.streaming.lanes import Lanes
@@ -79,7 +72,7 @@ def trained_peaks(settings: dict[str, Any], resident: int, folder: str) -> tuple
         **{"report_to": "none", "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True},
     )
     is_released = "gradient_release" in settings
-    kinds = {"optimizer_cls_and_kwargs": released_optimizer(args, model)} if is_released else {}
+    kinds = {"optimizer_cls_and_kwargs": low_memory_optimizer(args, model, release=True)} if is_released else {}
     ids = torch.zeros(TOKENS, dtype=torch.int64)
     with peaks_by_phase() as peaks:
         stream_layers(model, resident=resident)

@@ -460,7 +460,7 @@ AUTO = {  # bytes that are free, in layers, and how many fit
     # a weight, its gradient, two moments, a temporary of the step, and counters
     "parked": ({}, 10.2, 2),
     "parked, autocast": ({"bf16": True}, 10.2, 1),  # whose copies of 16 bits are half a layer more
-    "released": ({"optimizer": gradient_release(torch.optim.AdamW)}, 6.2, 2),
+    "released": ({"optimizer": low_memory_optimizer(torch.optim.AdamW, release=True)}, 6.2, 2),
     "LoRA": ({"lora": True}, 3.5, 3),
     "all": ({"lora": True}, 4.5, LAYERS),  # no copies of the last two are needed then
     "none": ({}, 4.9, 0),
