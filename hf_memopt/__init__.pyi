@@ -57,6 +57,7 @@ from .training.techniques.optimizers.gradient_release import gradient_release as
 from .training.techniques.optimizers.gradient_release import released_optimizer as released_optimizer
 from .training.techniques.optimizers.sixteen_bit_weights import rounded_optimizer as rounded_optimizer
 from .training.techniques.optimizers.sixteen_bit_weights import sixteen_bit_optimizer as sixteen_bit_optimizer
+from .training.techniques.optimizers.state_on_host import OptimizerStateOnHostCallback as OptimizerStateOnHostCallback
 from .training.techniques.precision import PrecisionCallback as PrecisionCallback
 from .training.techniques.streaming.streamed_layers import StreamedLayersCallback as StreamedLayersCallback
 from .training.techniques.streaming.streamed_layers import stream_layers as stream_layers

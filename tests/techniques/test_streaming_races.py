@@ -17,7 +17,7 @@ from test_streaming_quantized import model  # noqa: F401
 
 from hf_memopt import gradient_release, stream_layers
 from hf_memopt.training.techniques.streaming.gradients import DeviceSteps
-from hf_memopt.training.techniques.streaming.lanes import Lanes
+from hf_memopt.training.techniques import Lanes
 from technique_table import same
 
 pytestmark = [
