@@ -9,7 +9,7 @@ The optimizer's own step runs once for each chunk, and sees the gradients and th
 parameter that has no state yet is a chunk of its own. In ``optimizer.state`` are ordinary tensors on the host, for
 saving and resuming, also without this. Tensors below 4 KiB stay on the GPU.
 
-Limitations: no closures, no hooks around the step. An optimizer that compares all gradients within a step (the global
+Limitations: no closures. Hooks around the step run once, and see all gradients. An optimizer that compares all gradients within a step (the global
 norm of LAMB) would compare those of a chunk; one that counts in its parameter groups is refused in its first step.
 
 Source: the idea of ZeRO-Offload (https://arxiv.org/abs/2101.06840), with the step on the GPU.
@@ -18,16 +18,18 @@ Source: the idea of ZeRO-Offload (https://arxiv.org/abs/2101.06840), with the st
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim import optimizer as torch_optimizer
 
 from hf_memopt.changes import Change
+from hf_memopt.plain_data import shown
 from hf_memopt.training.binding.compatibility import names_of, refusal_of
 from hf_memopt.training.binding.model import tensors_in, unwrap_optimizer
-from hf_memopt.training.binding.undo import UndoHandle, override_method, undo_all
+from hf_memopt.training.binding.undo import UndoHandle, override_method, set_attribute, undo_all
 from hf_memopt.training.techniques import BoundCallback, Lanes
 from hf_memopt.training.techniques.optimizers.state_chunks import CHUNK_BYTES, SMALLEST_BYTES, cut_into_chunks
 from hf_memopt.units import format_bytes, parse_bytes
@@ -153,9 +155,23 @@ class _WaitingState:
     # ---- The overrides
 
     def step(self, before: Callable[..., Any], closure: Any = None) -> None:
-        """Run the optimizer's step once for each chunk, beside the copies of the next one and the last one."""
+        """Run the optimizer's step once for each chunk, and the hooks around it once."""
         optimizer = self._alive()
-        _check_step(optimizer, closure)
+        if closure is not None:
+            raise ValueError(
+                f"closure={shown(closure)} would run once for each chunk of the optimizer's state; expected step() "
+                f"without one. Compute the loss before, or {_OUT}"
+            )
+        hooks = [list(getattr(owner, name).values()) for owner, name in _hooks_of(optimizer)]
+        for hook in (*hooks[0], *hooks[1]):
+            hook(optimizer, (optimizer,), {})
+        with undo_all(*(set_attribute(owner, name, OrderedDict()) for owner, name in _hooks_of(optimizer))):
+            self._step_in_chunks(optimizer, before)
+        for hook in (*hooks[2], *hooks[3]):
+            hook(optimizer, (optimizer,), {})
+
+    def _step_in_chunks(self, optimizer: Any, before: Callable[..., Any]) -> None:
+        """Step each chunk beside the copies of the next one and of the last one."""
         groups = optimizer.param_groups
         gradients = {p: p.grad for group in groups for p in group["params"] if p.grad is not None}
         options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
@@ -301,20 +317,14 @@ def _check_optimizer(optimizer: Any) -> None:
         raise ValueError(str(refusal_of(TECHNIQUE, "other sharding")))
 
 
-def _check_step(optimizer: Any, closure: Any) -> None:
-    """Refuse what would run once for each chunk."""
-    name = f"optimizer=<{type(optimizer).__name__}>"
-    if closure is not None:
-        raise ValueError(
-            f"{name} was given a closure, which would run once for each chunk of its state; expected step() without "
-            f"one. Compute the loss before, or {_OUT}"
-        )
-    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks  # seen in torch 2.6 to 2.14
-    if any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)):
-        raise ValueError(
-            f"{name} has hooks around its step, which would run once for each chunk of its state; expected none. "
-            f"Remove them, or {_OUT}"
-        )
+def _hooks_of(optimizer: Any) -> list[tuple[Any, str]]:
+    """Return where torch keeps the hooks around a step, in the order in which they run; seen in torch 2.6 to 2.14."""
+    return [
+        (torch_optimizer, "_global_optimizer_pre_hooks"),
+        (optimizer, "_optimizer_step_pre_hooks"),
+        (optimizer, "_optimizer_step_post_hooks"),
+        (torch_optimizer, "_global_optimizer_post_hooks"),
+    ]
 
 
 def _check_groups(optimizer: Any, options: list[dict[str, Any]]) -> None:
