@@ -385,7 +385,9 @@ class _Run:
         self._arrive(chunks[:1], 0)  # in the first step each parameter is a chunk, and makes its state
         for number, chunk in enumerate(chunks):
             self.play((("chunk", number - 1, index), -1, _STATE) for index in range(len(chunks[number - 1].state)))
-            self._arrive(chunks[number : number + 1] if first else chunks[number + 1 : number + 2], number + (not first))
+            self._arrive(
+                chunks[number : number + 1] if first else chunks[number + 1 : number + 2], number + (not first)
+            )
             for group in chunk.first_step if first else chunk.step:
                 self._together("step", group)
         self.play((("chunk", len(chunks) - 1, index), -1, _STATE) for index in range(len(chunks[-1].state)))

@@ -82,15 +82,15 @@ def plan(
 
     Nothing that changes the training is used without consent: freezing and shorter rows need their word in ``allow``,
     adapters ``method``. The simplest set-up wins to which no other adds more than 5 % of speed for each technique that
-    it has beyond: nothing, then checkpointing, 8-bit state, expandable segments, paged state, offloading.
+    it has beyond: nothing, then checkpointing, 8-bit state, expandable segments, state on the host, offloading.
 
     Args:
         model: as for ``estimate``.
         gpu: as for ``estimate``; None for the current CUDA device.
         budget: what may be used of it, in bytes or as text such as ``"8GB"`` (8 GiB); alone, a GPU of that size. None
             for all of it, of a laptop's GPU and under Windows less 0.5 GiB for the desktop.
-        os: where it trains, ``"linux"``, ``"windows"`` or ``"wsl"``; on the last two neither expandable segments nor
-            paged state work. None for this machine's, and for a laptop elsewhere Windows.
+        os: where it trains, ``"linux"``, ``"windows"`` or ``"wsl"``; the last two have no expandable
+            segments. None for this machine's, and for a laptop elsewhere Windows.
         lengths: tokens of each example, such as ``token_lengths(dataset)``, shape (examples,): memory is planned for
             the longest row, time for the mean padded length of bucketed batches.
         seq_len: where rows are cut; without ``lengths`` the tokens of every row. None for the longest of ``lengths``,
@@ -106,8 +106,8 @@ def plan(
         image_size: as for ``estimate``.
         audio_seconds: as for ``estimate``.
         host_memory: of the computer that trains, in bytes or as text such as ``"64GB"``: where nothing else fits, the
-            layers' weights may wait there, and offloaded inputs of layers have to fit. None for this machine's, 0 for
-            plans without streamed layers.
+            layers' weights may wait there, and what is offloaded or waits there has to fit. None for this machine's, 0
+            for plans without streamed layers.
         announce: called before each simulation with a text that names it.
         removed: nothing; arguments that an earlier version had are named.
 

@@ -9,8 +9,9 @@ The optimizer's own step runs once for each chunk, and sees the gradients and th
 parameter that has no state yet is a chunk of its own. In ``optimizer.state`` are ordinary tensors on the host, for
 saving and resuming, also without this. Tensors below 4 KiB stay on the GPU.
 
-Limitations: no closures. Hooks around the step run once, and see all gradients. An optimizer that compares all gradients within a step (the global
-norm of LAMB) would compare those of a chunk; one that counts in its parameter groups is refused in its first step.
+Limitations: no closures. Hooks around the step run once, and see all gradients. An optimizer that compares all
+gradients within a step (the global norm of LAMB) would compare those of a chunk; one that counts in its parameter
+groups is refused in its first step.
 
 Source: the idea of ZeRO-Offload (https://arxiv.org/abs/2101.06840), with the step on the GPU.
 """
@@ -80,7 +81,13 @@ def optimizer_state_on_host(
         waiting.store(parameter, state)
     waiting.settle()
     overrides = [override_method(inner, name, getattr(waiting, name)) for name in ("step", "load_state_dict")]
-    handle = _HANDLES[inner] = undo_all(UndoHandle(waiting.bring_back), *overrides)
+    bring_back = weakref.WeakMethod(waiting.bring_back)  # the overrides keep it alive, which the optimizer has
+
+    def undo() -> None:
+        if (method := bring_back()) is not None:
+            method()
+
+    handle = _HANDLES[inner] = undo_all(*overrides, UndoHandle(undo))
     return handle
 
 
@@ -202,7 +209,9 @@ class _WaitingState:
             for parameter, gradient in gradients.items():
                 parameter.grad = gradient
 
-    def load_state_dict(self, before: Callable[..., Any], state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    def load_state_dict(
+        self, before: Callable[..., Any], state_dict: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
         """Load as the optimizer does, chunk by chunk, each of which goes to the host at once."""
         optimizer, loaded = self._alive(), dict[Any, Any]()
         before({**state_dict, "state": {}}, *args, **kwargs)
