@@ -13,11 +13,11 @@ SMALLEST_BYTES = 4096
 
 
 def cut_into_chunks(sizes: Iterable[int], chunk_bytes: int = CHUNK_BYTES) -> list[slice]:
-    """Return consecutive chunks of at most ``chunk_bytes``; what is larger begins one that takes nothing more.
+    """Return consecutive chunks of at most ``chunk_bytes``; what is larger is one of its own.
 
     Examples:
-        >>> cut_into_chunks([30, 50, 40, 200, 0], 100)
-        [slice(0, 2, None), slice(2, 3, None), slice(3, 5, None)]
+        >>> cut_into_chunks([30, 50, 40, 200], 100)
+        [slice(0, 2, None), slice(2, 3, None), slice(3, 4, None)]
     """
     starts: list[int] = []
     end = total = 0
