@@ -8,6 +8,7 @@ import io
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import bitsandbytes
@@ -325,7 +326,7 @@ def llama() -> transformers.LlamaForCausalLM:
 
 
 @pytest.mark.stand_in
-@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch", "adafactor", "adamw_8bit"])
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch", "adamw_8bit"])
 def test_the_peak_of_the_allocator_is_the_estimate(optim: str, tmp_path: Path) -> None:
     """Of four or five chunks; a run that resumes keeps to it, since loading puts one chunk on the GPU at most."""
     model = llama()
@@ -334,9 +335,15 @@ def test_the_peak_of_the_allocator_is_the_estimate(optim: str, tmp_path: Path) -
     ids = [torch.randint(5, 8000, (64,)) for _ in range(8)]
     rows = [{"input_ids": row, "labels": row} for row in ids]
     arguments = tiny.arguments(
-        tmp_path, optim=optim, per_device_train_batch_size=1, max_steps=4, save_strategy="steps", save_steps=3
+        tmp_path,
+        optim=optim,
+        per_device_train_batch_size=1,
+        max_steps=4,
+        save_strategy="steps",
+        save_steps=2,
+        use_cpu=False,
     )
-    for resumes in (None, str(tmp_path / "checkpoint-3")):
+    for resumes in (None, str(tmp_path / "checkpoint-2")):
         callbacks = [hf_memopt.OptimizerStateOnHostCallback()]
         callbacks += [hf_memopt.EmbeddingBitsCallback()] * (optim == "adamw_8bit")
         torch.cuda.empty_cache()
@@ -352,3 +359,125 @@ def test_the_peak_of_the_allocator_is_the_estimate(optim: str, tmp_path: Path) -
         assert all(one.is_pinned() for one in large)
         del trainer, callbacks, states, large
         gc.collect()
+
+
+# ---- What is refused
+
+
+class Counts(torch.optim.SGD):
+    """Counts its steps in its groups, as schedule-free optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        return super().step(closure)
+
+
+class Subclass(torch.Tensor):
+    """As torchao's states are."""
+
+
+class Quantised(torch.optim.SGD):
+    """Keeps its state in a subclass of tensors."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.state[parameter]["codes"] = torch.zeros(2000).as_subclass(Subclass)
+        return None
+
+
+def stepped(kind: Any) -> None:
+    optimizer, weights = weights_of(kind=kind)
+    give_gradients(weights)
+    for _ in range(2):
+        optimizer.step()
+
+
+def weight() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(2))]
+
+
+def twice() -> None:
+    optimizer = torch.optim.SGD(weight())
+    optimizer_state_on_host(optimizer)
+    optimizer_state_on_host(optimizer)
+
+
+REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (
+        lambda: hf_memopt.OptimizerStateOnHostCallback("much"),
+        ValueError,
+        "chunk='much' is not an amount of memory; expected a number with one of the units B, KB, MB, GB, TB, KiB, MiB, "
+        "GiB, TiB. Write, for example, '4GB' or '3.5GiB'.",
+    ),
+    (
+        lambda: optimizer_state_on_host(torch.optim.SGD(weight()), chunk_bytes=-1),
+        ValueError,
+        "chunk_bytes=-1 is negative; expected 0 bytes or more. Write, for example, '4GB'.",
+    ),
+    (
+        lambda: optimizer_state_on_host(torch.nn.Linear(2, 2)),  # type: ignore[arg-type]
+        TypeError,
+        "optimizer=<Linear> is not an optimizer of torch; expected one. Pass trainer.optimizer",
+    ),
+    (
+        twice,
+        ValueError,
+        "optimizer=<SGD> has its state on the host already; expected a plain one. Call remove() of its handle",
+    ),
+    (
+        lambda: optimizer_state_on_host(hf_memopt.gradient_release(torch.optim.SGD)(weight(), lr=0.1)),
+        ValueError,
+        "optimizer state on the host and gradient release are incompatible: its optimizer steps within the backward "
+        "pass, where nothing is fetched; expected only one of them. Take OptimizerStateOnHostCallback out of callbacks=",
+    ),
+    (
+        lambda: optimizer_state_on_host(bitsandbytes.optim.PagedAdamW(weight())),
+        ValueError,
+        "optimizer state on the host and paged optimizer are incompatible: bitsandbytes moves its state by itself; "
+        "expected only one of them. Set optim='adamw_torch_fused' or optim='adamw_8bit'",
+    ),
+    (
+        lambda: weights_of()[0].step(len),
+        ValueError,
+        "closure=<built-in function len> would run once for each chunk of the optimizer's state; expected step() "
+        "without one. Compute the loss before, or take OptimizerStateOnHostCallback out of callbacks=",
+    ),
+    (
+        lambda: stepped(Counts),
+        ValueError,
+        "optimizer=<Counts> changes 'k' of its groups in a step, which runs once for each chunk of its state; expected "
+        "counters for each parameter. Choose AdamW, or take OptimizerStateOnHostCallback out of callbacks=",
+    ),
+    (
+        lambda: stepped(Quantised),
+        TypeError,
+        "optimizer=<Quantised> keeps 'codes' of its state as Subclass, which is not copied; expected plain tensors. "
+        "Choose another optimizer, or take OptimizerStateOnHostCallback out of callbacks=",
+    ),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU:UserWarning")
+@pytest.mark.parametrize(("call", "kind", "says"), REFUSED)
+def test_what_cannot_work_is_refused_by_name(call: Callable[[], Any], kind: type[Exception], says: str) -> None:
+    with pytest.raises(kind) as error:
+        call()
+    assert str(error.value) == says
+
+
+def test_parameters_of_two_gpus_are_refused() -> None:
+    weights = [nn.Parameter(torch.ones(2, device="meta")), *weight()]
+    optimizer = torch.optim.SGD(weights)
+    waiting = state_on_host._WaitingState(optimizer, 1, None)
+    assert waiting.lanes.device.type == "meta"
+    del optimizer.param_groups[0]["params"]
+    optimizer.param_groups[0]["params"] = [SimpleNamespace(device=torch.device("cuda", place)) for place in (0, 1)]
+    with pytest.raises(ValueError) as error:
+        _ = state_on_host._WaitingState(optimizer, 1, None).lanes
+    assert str(error.value) == (
+        "optimizer=<SGD> steps parameters on cuda:0, cuda:1; expected one device. Load the model on one, or take "
+        "OptimizerStateOnHostCallback out of callbacks="
+    )

@@ -102,11 +102,7 @@ def _for_this_machine() -> Recipe:
 
 
 def _for_this_system(chosen: Recipe) -> Recipe:
-    """Return a preset without a paged optimizer where managed memory cannot exceed the GPU, as on Windows and WSL.
-
-    CUDA Programming Guide, "Unified Memory on Windows, WSL, and Tegra";
-    https://github.com/bitsandbytes-foundation/bitsandbytes/issues/453.
-    """
+    """Return a preset without a paged optimizer where managed memory cannot exceed the GPU (``planning.facts_of``)."""
     from hf_memopt.training.devices import current_os
 
     system = current_os()

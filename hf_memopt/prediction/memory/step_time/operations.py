@@ -52,9 +52,7 @@ _CREATE = ("new_", "zeros_like", "ones_like", "full_like")  # use an input for i
 class Operation(NamedTuple):
     """The cost of one operation."""
 
-    kind: (
-        str  # "product", "convolution", "attention" (fused), "memory", "view", "pcie", "bus" (both with the host)
-    )
+    kind: str  # "product", "convolution", "attention" (fused), "memory", "view", "pcie", "bus" (both with the host)
     dtype: str = "fp32"  # of its first tensor: "fp16", "bf16", "int8", and "fp32" for all others
     in_backward: bool = False  # whether C++ code of the backward pass launches it, and not Python
     flops: float = 0.0  # floating-point operations of products; 0 for other operations

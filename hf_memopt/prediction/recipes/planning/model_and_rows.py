@@ -19,7 +19,7 @@ from hf_memopt.training.binding import versions
 from hf_memopt.training.binding.model import task_of, unwrap_model
 from hf_memopt.training.binding.model_changes import is_quantized, new_parts, tied_embeddings
 from hf_memopt.training.binding.parameters import layer_stacks
-from hf_memopt.training.devices import against_float16
+from hf_memopt.training.devices import against_float16, current_os
 from hf_memopt.training.techniques import platform_problem
 from hf_memopt.training.techniques.tiling.tiles import tile_layers
 
@@ -108,7 +108,9 @@ def facts_of(
     """Return what to estimate, its task and facts.
 
     Of a plain module of transformers its configuration is estimated, which can be loaded in other ways. ``system`` is
-    where it trains, a word of ``SYSTEMS``; None for this machine.
+    where it trains, a word of ``SYSTEMS``; None for this machine. The memory that CUDA manages, where paged optimizers
+    keep their state, cannot exceed the GPU on Windows and WSL: CUDA Programming Guide, "Unified Memory on Windows, WSL,
+    and Tegra"; https://github.com/bitsandbytes-foundation/bitsandbytes/issues/453.
     """
     source, own_task = model, task
     is_module = isinstance(model, nn.Module)
@@ -132,6 +134,7 @@ def facts_of(
         has_flash=is_flash_attn_2_available(),
         has_offload=versions.can_offload_checkpoints(),
         has_segments=not platform_problem(system),
+        has_paging=(system or current_os()) == "linux",
         overflow=against_float16(config=config),
         most_tokens=most_tokens(built) if found is not None else None,
         default_length=STEPPING_LENGTH if kind in STEPPING else default_length(built, settings),

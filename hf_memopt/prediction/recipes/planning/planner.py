@@ -89,8 +89,8 @@ def plan(
         gpu: as for ``estimate``; None for the current CUDA device.
         budget: what may be used of it, in bytes or as text such as ``"8GB"`` (8 GiB); alone, a GPU of that size. None
             for all of it, of a laptop's GPU and under Windows less 0.5 GiB for the desktop.
-        os: where it trains, ``"linux"``, ``"windows"`` or ``"wsl"``; the last two have no expandable
-            segments. None for this machine's, and for a laptop elsewhere Windows.
+        os: where it trains, ``"linux"``, ``"windows"`` or ``"wsl"``; on the last two neither expandable segments nor
+            paged state work. None for this machine's, and for a laptop elsewhere Windows.
         lengths: tokens of each example, such as ``token_lengths(dataset)``, shape (examples,): memory is planned for
             the longest row, time for the mean padded length of bucketed batches.
         seq_len: where rows are cut; without ``lengths`` the tokens of every row. None for the longest of ``lengths``,

@@ -96,7 +96,7 @@ def read_gpu(gpu: str | Gpu | None, budget: int | str | None, os: str | None = N
         found = known
     system = planned_os(os, gpu)
     if system != "linux":
-        works = f"planned for {SYSTEMS[system]}, where expandable segments do not work"
+        works = f"planned for {SYSTEMS[system]}, where neither expandable segments nor paged state work"
         found = replace(found, notes=(*found.notes, works if os else f"{works}; os='linux' plans with them"))
     if budget is None:
         return found if system == "linux" and "Laptop" not in found.name else _beside_desktop(found)

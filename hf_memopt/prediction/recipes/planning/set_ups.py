@@ -54,9 +54,9 @@ def _packaged() -> tuple[Technique, ...]:
 
 *LEVERS, TF32, EXPERTS = _packaged()
 """Of set-ups that are as good as each other, the one whose last lever comes first here is the simpler."""
-FLASH, CHECKPOINTING, EIGHT_BIT, SEGMENTS, TILES, WAITING, WAITING_EIGHT_BIT, *ON_HOST = LEVERS
+FLASH, CHECKPOINTING, EIGHT_BIT, SEGMENTS, TILES, WAITING, WAITING_EIGHT_BIT, PAGED, *ON_HOST = LEVERS
 OFFLOAD, STREAMED, STREAMED_EMBEDDINGS = ON_HOST
-LINUX_ONLY = (SEGMENTS,)
+LINUX_ONLY = SEGMENTS, PAGED
 
 
 def _planned(one: Any) -> Technique:
@@ -88,6 +88,7 @@ class ModelFacts:
     has_flash: bool = False  # whether FlashAttention-2 is installed here
     has_offload: bool = True  # whether transformers here can offload
     has_segments: bool = True  # whether torch's allocator has expandable segments where it trains
+    has_paging: bool = True  # whether memory that CUDA manages may exceed the GPU there
     overflow: str = ""  # why it should not compute in float16, with the source; "" where nothing is known
     most_tokens: int | None = None  # of a row that it takes; None for no limit
     default_length: int | None = None  # tokens of a row where none are given; None for a model without text
@@ -177,7 +178,7 @@ class SetUp:
 
 def on_host(techniques: Iterable[Technique]) -> list[Technique]:
     """Return those with which optimizer state or activations wait in host memory."""
-    return [one for one in techniques if one in (WAITING, WAITING_EIGHT_BIT, *ON_HOST)]
+    return [one for one in techniques if one in (WAITING, WAITING_EIGHT_BIT, PAGED, *ON_HOST)]
 
 
 @dataclass(frozen=True)
@@ -205,9 +206,17 @@ class Situation:
 
     @property
     def can_wait(self) -> bool:
-        """Whether optimizer state may wait in host memory: not under a released optimizer, which steps backwards."""
-        is_released = any(one.fields.get("gradient_release") for one in self.precision)
-        return not self.streamed and not is_released and self.stage != "freeze"
+        """Whether optimizer state may wait in host memory."""
+        return not self.streamed and not self.is_released and self.stage != "freeze"
+
+    @property
+    def can_page(self) -> bool:
+        """Whether its state may be paged, which a released optimizer alone needs: it steps within the backward pass."""
+        return self.facts.has_paging and not self.streamed and self.is_released
+
+    @property
+    def is_released(self) -> bool:
+        return any(one.fields.get("gradient_release") for one in self.precision)
 
 
 @dataclass(frozen=True)
@@ -234,6 +243,7 @@ _CHOICES = (  # of each row one option is taken, in this order of preference
         Option((WAITING,), lambda at: at.can_wait and BF16_WEIGHTS not in at.precision),
         Option((EIGHT_BIT,)),
         Option((WAITING_EIGHT_BIT,), lambda at: at.can_wait and at.stage not in ADAPTERS),
+        Option((PAGED,), lambda at: at.can_page),
     ),
     (Option(), Option((SEGMENTS,), lambda at: at.facts.has_segments)),
 )

@@ -181,7 +181,7 @@ class _WaitingState:
         """Step each chunk beside the copies of the next one and of the last one."""
         groups = optimizer.param_groups
         gradients = {p: p.grad for group in groups for p in group["params"] if p.grad is not None}
-        options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        options = [dict(group) for group in groups]
         stepping = list(gradients)
         chunks = [stepping[chunk] for chunk in cut_into_chunks(map(self._size, stepping), self._chunk_bytes)]
         state = {p: optimizer.state.pop(p) for p in stepping if p in optimizer.state}
@@ -339,7 +339,8 @@ def _hooks_of(optimizer: Any) -> list[tuple[Any, str]]:
 def _check_groups(optimizer: Any, options: list[dict[str, Any]]) -> None:
     """Refuse an optimizer that counts in its groups: it would count every chunk."""
     for group, before in zip(optimizer.param_groups, options, strict=True):
-        changed = [key for key, value in before.items() if group[key] is not value and bool(group[key] != value)]
+        others = ((key, value, before.get(key)) for key, value in group.items() if key != "params")
+        changed = [key for key, now, then in others if now is not then and bool(now != then)]
         if changed:
             raise ValueError(
                 f"optimizer=<{type(optimizer).__name__}> changes {changed[0]!r} of its groups in a step, which runs "
