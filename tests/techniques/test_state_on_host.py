@@ -26,8 +26,9 @@ from transformers import Trainer
 import hf_memopt
 import tiny
 from hf_memopt import override_embedding_bits
+from hf_memopt.state_chunks import SMALLEST_BYTES, cut_into_chunks
 from hf_memopt.training.techniques import Lanes
-from hf_memopt.training.techniques.optimizers import SMALLEST_BYTES, cut_into_chunks, state_on_host
+from hf_memopt.training.techniques.optimizers import state_on_host
 from hf_memopt.training.techniques.optimizers.state_on_host import optimizer_state_on_host
 from technique_table import run as trained
 from technique_table import same
@@ -351,7 +352,8 @@ def test_the_peak_of_the_allocator_is_the_estimate(optim: str, tmp_path: Path) -
         trainer = Trainer(model, arguments, train_dataset=rows, callbacks=callbacks)
         trainer.train(resume_from_checkpoint=resumes)
         assert torch.cuda.max_memory_allocated() == pytest.approx(expected.peak_allocated_bytes, rel=0.005)
-        assert torch.cuda.max_memory_reserved() == pytest.approx(expected.peak_reserved_bytes, rel=0.005)
+        within = 0.01 if resumes else 0.005  # loading leaves blocks in the cache
+        assert torch.cuda.max_memory_reserved() == pytest.approx(expected.peak_reserved_bytes, rel=within)
         states = [one for state in trainer.optimizer.state.values() for one in state.values() if torch.is_tensor(one)]
         large = [one for one in states if one.nbytes >= SMALLEST_BYTES]
         assert large
@@ -431,7 +433,8 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
         lambda: optimizer_state_on_host(hf_memopt.gradient_release(torch.optim.SGD)(weight(), lr=0.1)),
         ValueError,
         "optimizer state on the host and gradient release are incompatible: its optimizer steps within the backward "
-        "pass, where nothing is fetched; expected only one of them. Take OptimizerStateOnHostCallback out of callbacks=",
+        "pass, where nothing is fetched; expected only one of them. Take OptimizerStateOnHostCallback out of "
+        "callbacks=",
     ),
     (
         lambda: optimizer_state_on_host(bitsandbytes.optim.PagedAdamW(weight())),

@@ -28,7 +28,7 @@ from hf_memopt.prediction.memory.optimizers import OptimizerMemory
 from hf_memopt.prediction.memory.recording import RecordedPass, StepTrace
 from hf_memopt.prediction.memory.settings import Fragmentation, LengthPlan
 from hf_memopt.prediction.memory.tracking import COMPONENTS, Timeline
-from hf_memopt.training.techniques.optimizers import SMALLEST_BYTES
+from hf_memopt.state_chunks import SMALLEST_BYTES
 
 if TYPE_CHECKING:
     from hf_memopt.training.devices import Gpu

@@ -30,7 +30,7 @@ from hf_memopt.prediction.memory.optimizers.parameters import (
     memory_of,
 )
 from hf_memopt.prediction.memory.settings import NotEstimableError
-from hf_memopt.training.techniques.optimizers import SMALLEST_BYTES, cut_into_chunks
+from hf_memopt.state_chunks import SMALLEST_BYTES, cut_into_chunks
 
 if TYPE_CHECKING:
     from torch import nn

@@ -28,11 +28,11 @@ from torch.optim import optimizer as torch_optimizer
 
 from hf_memopt.changes import Change
 from hf_memopt.plain_data import shown
+from hf_memopt.state_chunks import CHUNK_BYTES, SMALLEST_BYTES, cut_into_chunks
 from hf_memopt.training.binding.compatibility import names_of, refusal_of
 from hf_memopt.training.binding.model import tensors_in, unwrap_optimizer
 from hf_memopt.training.binding.undo import UndoHandle, override_method, set_attribute, undo_all
 from hf_memopt.training.techniques import BoundCallback, Lanes
-from hf_memopt.training.techniques.optimizers.state_chunks import CHUNK_BYTES, SMALLEST_BYTES, cut_into_chunks
 from hf_memopt.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
