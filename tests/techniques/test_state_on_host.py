@@ -26,6 +26,7 @@ from transformers import Trainer
 import hf_memopt
 import tiny
 from hf_memopt import override_embedding_bits
+from hf_memopt.state_chunks import CHUNK_BYTES as CHUNK_BYTES_OF_ESTIMATES
 from hf_memopt.state_chunks import SMALLEST_BYTES, cut_into_chunks
 from hf_memopt.training.techniques import Lanes
 from hf_memopt.training.techniques.optimizers import state_on_host
@@ -308,6 +309,7 @@ def test_a_checkpoint_of_one_run_is_resumed_by_the_other(before: bool, tmp_path:
 
 
 def test_the_changes_say_so_and_a_late_callback_is_in_time(tmp_path: Path) -> None:
+    assert hf_memopt.OptimizerStateOnHostCallback().chunk_bytes == CHUNK_BYTES_OF_ESTIMATES
     trainer = Trainer(tiny.bert(), tiny.arguments(tmp_path, max_steps=1), train_dataset=tiny.rows(4))
     callback = hf_memopt.OptimizerStateOnHostCallback()
     hf_memopt.attach(trainer, callback)

@@ -119,14 +119,21 @@ class OptimizerStateOnHostCallback(BoundCallback):
 
         def create_optimizer(before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             made = before(*args, **kwargs)
-            inner = unwrap_optimizer(made)
-            if (handle := _HANDLES.get(inner)) is None or handle.is_removed:
-                self._handles.keep(inner, optimizer_state_on_host(inner, chunk_bytes=self.chunk_bytes))
-                reason = f"copied to the device in chunks of {format_bytes(self.chunk_bytes)}"
-                self.note(Change("optimizer state", "on the device", "in host memory", reason))
+            self._move(unwrap_optimizer(made))
             return made
 
         return [override_method(trainer, "create_optimizer", create_optimizer), UndoHandle(self._handles.remove)]
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        """Move the state of an optimizer that was not made by ``create_optimizer``."""
+        super().on_train_begin(args, state, control, **kwargs)
+        self._move(unwrap_optimizer(optimizer))
+
+    def _move(self, optimizer: Any) -> None:
+        if (handle := _HANDLES.get(optimizer)) is None or handle.is_removed:
+            self._handles.keep(optimizer, optimizer_state_on_host(optimizer, chunk_bytes=self.chunk_bytes))
+            reason = f"copied to the device in chunks of {format_bytes(self.chunk_bytes)}"
+            self.note(Change("optimizer state", "on the device", "in host memory", reason))
 
 
 class _WaitingState:
