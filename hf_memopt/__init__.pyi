@@ -38,6 +38,7 @@ from .training.techniques.microbatching.microbatch import MicrobatchCallback as 
 from .training.techniques.nonfinite.overflow import OverflowCallback as OverflowCallback
 from .training.techniques.optimizers.embedding_bits import EmbeddingBitsCallback as EmbeddingBitsCallback
 from .training.techniques.optimizers.low_memory import low_memory_optimizer as low_memory_optimizer
+from .training.techniques.optimizers.state_on_host import OptimizerStateOnHostCallback as OptimizerStateOnHostCallback
 from .training.techniques.precision import PrecisionCallback as PrecisionCallback
 from .training.techniques.streaming.streamed_layers import StreamedLayersCallback as StreamedLayersCallback
 from .training.techniques.streaming.streamed_layers import stream_layers as stream_layers

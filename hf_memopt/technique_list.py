@@ -165,6 +165,11 @@ TECHNIQUES = _listed(
         why="the weights of the layers wait in host memory",
     ),
     Technique(
+        "optimizer state on the host",
+        fields={"optimizer_state_on_host": False},
+        callback="hf_memopt.training.techniques.optimizers.state_on_host:OptimizerStateOnHostCallback",
+    ),
+    Technique(
         "micro-batching",
         fields={"micro_batch_size": None, "micro_batching": False},
         callback="hf_memopt.training.techniques.microbatching.microbatch:MicrobatchCallback",

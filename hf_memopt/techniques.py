@@ -5,5 +5,6 @@ from hf_memopt.training.techniques.checkpointing.policies import checkpoint_laye
 from hf_memopt.training.techniques.experts.quantize import quantize_experts as quantize_experts
 from hf_memopt.training.techniques.freezing.freezing import freeze as freeze
 from hf_memopt.training.techniques.optimizers.embedding_bits import override_embedding_bits as override_embedding_bits
+from hf_memopt.training.techniques.optimizers.state_on_host import optimizer_state_on_host as optimizer_state_on_host
 from hf_memopt.training.techniques.tied_embedding import sparse_tied_embedding as sparse_tied_embedding
 from hf_memopt.training.techniques.tiling.tiles import tile_layers as tile_layers

@@ -55,6 +55,7 @@ TABLE = {
     # sums in another order: one rounding of float32 per tile
     "tiled layers": Technique(lambda: m.TiledLayersCallback(16), tolerance=1e-7),
     "streamed layers": Technique(m.StreamedLayersCallback, model=lambda: classifier(num_hidden_layers=3)),
+    "optimizer state on the host": Technique(lambda: m.OptimizerStateOnHostCallback("16KiB")),
     # sums in another order: one rounding of float32 per micro-batch
     "micro-batching": Technique(lambda: m.MicrobatchCallback(max_tokens=16), tolerance=1e-7),
     "non-finite detection": Technique(m.OverflowCallback),
@@ -71,15 +72,15 @@ GROUPS = {
     "with micro-batches": WITHOUT_STREAMS - {"gradient release", "32-bit embeddings", "16-bit weights"},
     "with 8-bit state": WITHOUT_STREAMS - {"gradient release", "micro-batching", "fused cross-entropy", "tiled layers"},
     "with released gradients": WITHOUT_STREAMS
-    - {"micro-batching", "non-finite detection", "fused cross-entropy", "tiled layers"},
+    - {"optimizer state on the host", "micro-batching", "non-finite detection", "fused cross-entropy", "tiled layers"},
     "with released gradients and fused loss": WITHOUT_STREAMS
-    - {"micro-batching", "non-finite detection", "32-bit embeddings", "16-bit weights"},
+    - {"optimizer state on the host", "micro-batching", "non-finite detection", "32-bit embeddings", "16-bit weights"},
     "with micro-batches and 8-bit state": {"micro-batching", "32-bit embeddings", "16-bit weights"},
     "with fused loss, tiles and 8-bit state": {"fused cross-entropy", "tiled layers", "32-bit embeddings"},
     "with fused loss, tiles and 16-bit weights": {"fused cross-entropy", "tiled layers", "16-bit weights"},
     "with streamed layers": set(TECHNIQUES)
     - {
-        *("micro-batching", "checkpointing policy", "tiled layers"),
+        *("micro-batching", "checkpointing policy", "tiled layers", "optimizer state on the host"),
         *("gradient release", "32-bit embeddings", "16-bit weights"),
     },
     "with streamed layers and released gradients": {

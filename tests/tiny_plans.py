@@ -39,7 +39,7 @@ def shown(found: Plan) -> list[Any]:
 
 def is_easy(one: Any) -> bool:
     """Return whether a candidate leaves 8 % of the GPU and has nothing in host memory."""
-    on_host = any(word in one.name for word in ("paged", "offload", "streamed"))
+    on_host = any(word in one.name for word in ("paged", "on the host", "offload", "streamed"))
     return one.fits and one.spare_bytes >= 0.08 * one.usable_bytes and not on_host
 
 

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode  # private in torch 2.6 to 2.13, and used by its own tests
 from torch.utils._pytree import tree_leaves
 
-from hf_memopt.training.techniques.streaming import Lanes
+from hf_memopt.training.techniques import Lanes
 
 
 class PretendedGpu(TorchDispatchMode):

@@ -65,6 +65,20 @@ def test_the_run_of_different_shapes_is_that_of_all_tensors(optim: str) -> None:
         assert found == counting.found
 
 
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit"])
+def test_state_on_the_host_crosses_the_bus_in_both_directions_at_once(optim: str) -> None:
+    """Of chunks of 96, 64 and 128 MiB: first 96 come in; then 64 beside 96, 128 beside 64; and the last ones go."""
+    sizes = (12, 8, 16)
+    facts = [ParameterFacts(str(size), (size, 2**20), 4, is_embedding=True) for size in sizes]
+    waiting, plain = step_of(optim, facts, optimizer_state_on_host=True), step_of(optim, facts)
+    [copies] = (cost for cost in waiting if cost.kind == "bus")
+    assert copies.moved_bytes == (96 + 96 + 128 + 128) * 2**20
+    del waiting[copies]
+    assert moved(waiting) == moved(plain)
+    prices = Prices.of(GPUS["RTX 4060"])  # of 8 lanes
+    assert prices.seconds(copies) == (copies.moved_bytes / prices.bus + 12 * module.KERNEL_SECONDS, "PCIe")
+
+
 def costs_of(*operations: Operation, micro_batches: int = 1) -> StepCosts:
     return StepCosts(((1.0, Counter(operations)),), Counter(), micro_batches, examples=8, tokens=1024)
 

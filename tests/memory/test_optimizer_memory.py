@@ -23,6 +23,7 @@ from hf_memopt.prediction.memory.optimizers import (
 )
 from hf_memopt.prediction.memory.optimizers import state_and_temporaries as optimizer_module
 from hf_memopt.prediction.memory.tracking import StorageTracker
+from hf_memopt.state_chunks import SMALLEST_BYTES
 from hf_memopt.training.techniques.optimizers import sixteen_bit_weights
 from hf_memopt.types import StepSettings
 
@@ -99,6 +100,28 @@ def test_groups_of_a_step(facts: Any, optim: str, settings: dict[str, Any], step
     memory = memory_of(facts, optim, **settings)
     assert memory.step == step
     assert memory.first_step == (() if optim == "schedule_free_radam" else step)  # it divides by nothing yet
+
+
+def test_state_on_the_host_visits_in_chunks_that_step_alone() -> None:
+    facts = [
+        ParameterFacts("norm", (64,), 4, is_embedding=False, decays=False),
+        *(ParameterFacts(f"{place}", (2**size,), 4, is_embedding=False) for place, size in enumerate((23, 23, 25, 12))),
+    ]
+    for optim in ("adamw_torch", "adamw_torch_fused", "adafactor", "adamw_bnb_8bit"):
+        waiting, whole = memory_of(facts, optim, optimizer_state_on_host=True), memory_of(facts, optim)
+        assert waiting.state == tuple(size for size in whole.state if size < SMALLEST_BYTES)
+        moved = [size for chunk in waiting.chunks for size in chunk.state]
+        assert sorted([*waiting.state, *moved]) == sorted(whole.state)
+        assert waiting.host_state_bytes == whole.host_state_bytes + sum(moved)
+        assert (waiting.step, waiting.first_step, waiting.releases_gradients) == ((), (), False)
+        assert [one.step for one in waiting.alone] == [memory_of([fact], optim).step for fact in [*facts[1:], facts[0]]]
+    foreach = memory_of(facts, "adamw_torch", optimizer_state_on_host=True)
+    assert [chunk.state for chunk in foreach.chunks] == [  # 2**23 floats have 64 MiB of state, 2**25 more than a chunk
+        (2**25,) * 4,
+        (2**27,) * 2,
+        (2**14,) * 2,
+    ]
+    assert [chunk.step for chunk in foreach.chunks] == [((2**25, 2**25),), ((2**27,),), ((2**14,), (256,))]
 
 
 def test_decay_is_that_of_the_stock_trainer(tmp_path: Any) -> None:

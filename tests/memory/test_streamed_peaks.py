@@ -22,7 +22,7 @@ from hf_memopt import StreamedLayersCallback, add_adapters, attach, estimate, lo
 from hf_memopt.gpus import GPUS
 from hf_memopt.prediction.rehearsal import peaks_by_phase
 from hf_memopt.training.binding import checkpointing_arguments
-from hf_memopt.training.techniques.streaming.lanes import Lanes
+from hf_memopt.training.techniques import Lanes
 
 pytestmark = [
     pytest.mark.stand_in,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hf_memopt.training.techniques.streaming.lanes import Lanes
+from hf_memopt.training.techniques import Lanes
 
 
 class LateLanes(Lanes):

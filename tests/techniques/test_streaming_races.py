@@ -16,8 +16,8 @@ from test_streaming import IDS, LAYERS, backward, gradients, layer_bytes, llama
 from test_streaming_quantized import model  # noqa: F401
 
 from hf_memopt import low_memory_optimizer, stream_layers
+from hf_memopt.training.techniques import Lanes
 from hf_memopt.training.techniques.streaming.gradients import DeviceSteps
-from hf_memopt.training.techniques.streaming.lanes import Lanes
 from technique_table import same
 
 pytestmark = [

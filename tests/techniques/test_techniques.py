@@ -34,6 +34,7 @@ SETTING_ARGUMENTS = {
     "norm clipping": {"max_grad_norm": 0.5},
     "NEFTune": {"neftune_noise_alpha": 5.0},
     "reentrant checkpointing": checkpointing_arguments(use_reentrant=True),
+    "paged optimizer": {"optim": "paged_adamw_8bit"},
     "layer-wise optimizer": {"optim": "lomo"},
     "auto_find_batch_size": {"auto_find_batch_size": True},
     "torch.compile": {"torch_compile": True},

@@ -40,8 +40,8 @@ class Estimate:
             allocated bytes too, unless the allocator needs more for fewer bytes of another phase.
         phase: that of this moment: "load", "forward", "backward", "optimizer", "generation" or "evaluation".
         module: the module whose operation reaches it; "" between modules.
-        host_bytes: what is moved to the host: paged optimizer state, offloaded activations, streamed layers with
-            their parked gradients and state.
+        host_bytes: what is moved to the host: optimizer state that waits there or is paged, offloaded activations,
+            streamed layers with their parked gradients and state.
         parameters: elements of all parameters.
         trainable_parameters: elements of those that require a gradient.
         unused_parameters: names of trainable parameters that get no gradient from a step, with which DDP needs

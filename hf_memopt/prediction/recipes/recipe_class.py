@@ -86,6 +86,7 @@ class Recipe:
         streamed: whether the weights of the layers wait in host memory, as with ``stream_layers``.
         embeddings_on_host: whether, with ``streamed``, the input embeddings wait and compute there too.
         resident: with ``streamed``, how many layers stay on the GPU, spread evenly over all.
+        optimizer_state_on_host: whether optimizer state waits there, and visits the GPU in chunks.
         tiled: whether MLPs and experts run over tiles of positions, as with ``tile_layers``.
         tile_tokens: with ``tiled``, the tokens of a tile; None for the model's width, at least 1024.
         fused_cross_entropy: whether the loss is computed without all logits at once.
@@ -136,6 +137,7 @@ class Recipe:
     streamed: bool = _choice(False, "copies of the layers cost time on the bus")
     embeddings_on_host: bool = _choice(False, "the host steps slower than the GPU")
     resident: CountOrZero = _choice(0, "no layer is streamed, or all are")
+    optimizer_state_on_host: bool = _choice(False, "copies of the state cost time on the bus")
     tiled: bool = _choice(False, "only long rows have large intermediates")
     tile_tokens: Count | None = _choice(None, "the model's width, at least 1024; smaller tiles save little more")
     fused_cross_entropy: bool = _choice(False, "the logits of a small vocabulary are small")

@@ -250,7 +250,7 @@ def test_a_context_that_is_unknown_is_said() -> None:
     assert note in plan(config(), gpu=gpu, seq_len=64, method="full").notes
 
 
-LINUX_ONLY = {"expandable segments", "paged AdamW", "paged 8-bit AdamW"}
+LINUX_ONLY = {"expandable segments", "paged 8-bit AdamW"}
 
 
 @pytest.mark.slow

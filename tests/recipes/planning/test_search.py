@@ -160,11 +160,11 @@ def test_of_equally_fast_set_ups_the_first_in_this_order_wins() -> None:
         "bf16, 8-bit AdamW, checkpointing",
         "bf16, expandable segments",
         "bf16, 8-bit AdamW, checkpointing, expandable segments",
-        "bf16, paged AdamW",
-        "bf16, paged AdamW, checkpointing, expandable segments",
-        "bf16, paged 8-bit AdamW",
+        "bf16, AdamW state on the host",
+        "bf16, AdamW state on the host, checkpointing, expandable segments",
+        "bf16, 8-bit AdamW state on the host",
         "bf16, offload",
-        "bf16, paged 8-bit AdamW, offload, expandable segments",
+        "bf16, 8-bit AdamW state on the host, offload, expandable segments",
     ]
     assert all(simplicity[one] < simplicity[other] for one, other in pairwise(order))
     assert max(simplicity.values()) < min(one.simplicity for one in every if one.consents)

@@ -28,6 +28,7 @@ from hf_memopt.prediction.memory.optimizers import OptimizerMemory
 from hf_memopt.prediction.memory.recording import RecordedPass, StepTrace
 from hf_memopt.prediction.memory.settings import Fragmentation, LengthPlan
 from hf_memopt.prediction.memory.tracking import COMPONENTS, Timeline
+from hf_memopt.state_chunks import SMALLEST_BYTES
 
 if TYPE_CHECKING:
     from hf_memopt.training.devices import Gpu
@@ -369,11 +370,35 @@ class _Run:
     # ---- Optimizer and evaluation -----------------------------------------------------------------------------------
 
     def _optimizer(self, memory: OptimizerMemory, key: Any, *, first: bool) -> None:
+        if memory.chunks:
+            self._visits(memory, first=first)
+            return
         if first:
             # with gradient release a later pass of the first step has it already
             self.play(((key, index), size_bytes, _STATE) for index, size_bytes in enumerate(memory.state))
         for group in memory.first_step if first else memory.step:
             self._together("step", group)
+
+    def _visits(self, memory: OptimizerMemory, *, first: bool) -> None:
+        """Replay the chunks of a state that waits on the host: the next one comes when the last one has gone."""
+        chunks = memory.alone if first else memory.chunks
+        self._arrive(chunks[:1], 0)  # in the first step each parameter is a chunk, and makes its state
+        for number, chunk in enumerate(chunks):
+            self.play((("chunk", number - 1, index), -1, _STATE) for index in range(len(chunks[number - 1].state)))
+            self._arrive(
+                chunks[number : number + 1] if first else chunks[number + 1 : number + 2], number + (not first)
+            )
+            for group in chunk.first_step if first else chunk.step:
+                self._together("step", group)
+        self.play((("chunk", len(chunks) - 1, index), -1, _STATE) for index in range(len(chunks[-1].state)))
+
+    def _arrive(self, chunks: Sequence[OptimizerMemory], number: int) -> None:
+        for chunk in chunks:
+            kinds = ("state" if size_bytes < SMALLEST_BYTES else "chunk" for size_bytes in chunk.state)
+            self.play(
+                ((kind, number, index), size_bytes, _STATE)
+                for index, (kind, size_bytes) in enumerate(zip(kinds, chunk.state, strict=True))
+            )
 
     def _together(self, name: str, sizes: tuple[int, ...]) -> None:
         self.play(((name, index), size_bytes, _TEMPORARIES) for index, size_bytes in enumerate(sizes))

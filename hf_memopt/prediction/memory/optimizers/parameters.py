@@ -54,7 +54,9 @@ class OptimizerMemory:
             freed.
         first_step: the same of the first step.
         releases_gradients: whether each parameter steps within the backward pass, and frees its gradient there.
-        alone: then the memory of each parameter, in the given order; what all share is counted with the first.
+        alone: then the memory of each parameter, in the given order; what all share is counted with the first. With
+            ``chunks`` in the optimizer's order: the chunks of the first step.
+        chunks: of a state that waits on the host, what visits the GPU for each step, and the step's temporaries.
     """
 
     state: tuple[int, ...]
@@ -63,6 +65,7 @@ class OptimizerMemory:
     first_step: tuple[tuple[int, ...], ...]
     releases_gradients: bool = False
     alone: tuple[OptimizerMemory, ...] = ()
+    chunks: tuple[OptimizerMemory, ...] = ()
 
     @property
     def state_bytes(self) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from hf_memopt.errors import nearest
@@ -29,6 +30,7 @@ from hf_memopt.prediction.memory.optimizers.parameters import (
     memory_of,
 )
 from hf_memopt.prediction.memory.settings import NotEstimableError
+from hf_memopt.state_chunks import SMALLEST_BYTES, cut_into_chunks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -105,13 +107,31 @@ def optimizer_memory(parameters: Sequence[ParameterFacts], settings: StepSetting
     family = _family(settings)
     request = OptimizerRequest(settings, _read_arguments(settings.optim_args))
     whole = family(parameters, request)
-    if not (settings.steps_in_backward or whole.releases_gradients):
+    releases = settings.steps_in_backward or whole.releases_gradients
+    if not (releases or settings.optimizer_state_on_host):
         return whole
+    if not releases:
+        parameters = in_order(parameters)
     alone = []
     for parameter in parameters:
-        alone.append(replace(family([parameter], request), releases_gradients=True))
+        alone.append(replace(family([parameter], request), releases_gradients=releases))
         request = _after(family, [parameter], request, alone[-1])
-    return replace(whole, releases_gradients=True, alone=tuple(alone))
+    whole = replace(whole, releases_gradients=releases, alone=tuple(alone))
+    return whole if releases else _in_chunks(whole, family, parameters, request)
+
+
+def _in_chunks(
+    whole: OptimizerMemory, family: Family, parameters: Sequence[ParameterFacts], request: OptimizerRequest
+) -> OptimizerMemory:
+    """Return the memory of an optimizer whose state waits on the host, as ``optimizer_state_on_host`` cuts it."""
+    waiting = [tuple(size for size in one.state if size >= SMALLEST_BYTES) for one in whole.alone]
+    chunks = tuple(
+        replace(family(parameters[chunk], request), state=tuple(chain.from_iterable(waiting[chunk])))
+        for chunk in cut_into_chunks(map(sum, waiting))
+    )
+    staying = tuple(size for size in whole.state if size < SMALLEST_BYTES)
+    on_host = whole.host_state_bytes + sum(map(sum, waiting))
+    return replace(whole, state=staying, host_state_bytes=on_host, step=(), first_step=(), chunks=chunks)
 
 
 def _after(

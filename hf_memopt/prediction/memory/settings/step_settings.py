@@ -59,6 +59,8 @@ class StepSettings:
             parked there and the optimizer steps there; with ``gradient_release`` each layer steps on the GPU.
         embeddings_on_host: whether, with ``streamed``, tokens are looked up on the host, where the embeddings step.
         resident: with ``streamed``, how many layers stay on the GPU, spread evenly over all.
+        optimizer_state_on_host: whether optimizer state waits in host memory and visits the GPU in chunks, as with
+            ``OptimizerStateOnHostCallback()``, whose default chunks it has.
         tiled: whether MLPs and experts run over tiles of positions, as with ``hf_memopt.techniques.tile_layers``.
         tile_tokens: with ``tiled``, the tokens of a tile; None for the model's width, at least 1024.
         sparse_tied_embedding: whether the gradient of tied input embeddings is added into the head's as rows, as
@@ -126,6 +128,7 @@ class StepSettings:
     streamed: bool = _setting(False, bool, changes="trace")
     embeddings_on_host: bool = _setting(False, bool, changes="trace")
     resident: int = _setting(0, CountOrZero, changes="trace")
+    optimizer_state_on_host: bool = _setting(False, bool, changes="replay")
     tiled: bool = _setting(False, bool)
     tile_tokens: int | None = _setting(None, Count | None)
     sparse_tied_embedding: bool = _setting(False, bool)
@@ -278,6 +281,7 @@ class StepSettings:
             "accumulation": ("gradient_accumulation_steps", self.gradient_accumulation_steps > 1, 1),
             "fp16": ("precision", self.precision == "fp16", "bf16"),
             "reentrant checkpointing": ("checkpointing", bool(self.checkpointing_options.get("use_reentrant")), True),
+            "paged optimizer": ("optim", self.optim.startswith("paged_"), "adamw_torch_fused"),
             "layer-wise optimizer": ("optim", steps_in_backward(self.optim), "adamw_torch_fused"),
         }
         for one, other in combinations((what for what, (_, is_used, _) in settings.items() if is_used), 2):

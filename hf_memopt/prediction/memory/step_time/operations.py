@@ -52,7 +52,7 @@ _CREATE = ("new_", "zeros_like", "ones_like", "full_like")  # use an input for i
 class Operation(NamedTuple):
     """The cost of one operation."""
 
-    kind: str  # "product", "convolution", "attention" (fused), "memory", "view", "pcie" (a copy from or to the host)
+    kind: str  # "product", "convolution", "attention" (fused), "memory", "view", "pcie", "bus" (both with the host)
     dtype: str = "fp32"  # of its first tensor: "fp16", "bf16", "int8", and "fp32" for all others
     in_backward: bool = False  # whether C++ code of the backward pass launches it, and not Python
     flops: float = 0.0  # floating-point operations of products; 0 for other operations
@@ -170,6 +170,7 @@ UNPRICED_OPTIMIZERS = ("lomo", "adalomo", "grokadamw", "schedule_free", "stable_
 """How the names begin of those whose step is not counted."""
 
 _LAUNCHES_OF_BITSANDBYTES = 5  # a call from Python for each parameter
+_LAUNCHES_OF_COPIES = 3  # a copy on a stream of its own: wait, copy, event
 
 
 def optimizer_operations(
@@ -193,19 +194,29 @@ def optimizer_operations(
         found[Operation("memory", moved_bytes=3 * gradients, kernels=2 * together, launches=launches)] += 1
     if not settings.zero_grad_to_none:
         found[Operation("memory", moved_bytes=gradients, kernels=together, launches=together + of_lists)] += 1
+    if memory.chunks:
+        found[_copies(memory.chunks)] += 1
     if optim in _OF_TORCH or optim == "adafactor":
         tensors = len(parameters) if memory.releases_gradients else 0
         alone = Counter(replace(fact, name="") for fact in parameters)  # layers share shapes, and so the cached run
-        has_state = memory.state_bytes > 0
+        has_state = memory.state_bytes + memory.host_state_bytes > 0
         return found + _recorded(optim, tuple(alone.items()), settings.weight_decay, has_state, tensors)
-    moved = 2 * gradients + gradients + 2 * memory.state_bytes  # the weights are as large as their gradients
+    state = memory.state_bytes + sum(chunk.state_bytes for chunk in memory.chunks)
+    moved = 2 * gradients + gradients + 2 * state  # the weights are as large as their gradients
     kernels, launches = together, together + 2 * of_lists
     if optim != "adamw_torch_fused" or memory.releases_gradients:
         kernels, launches = len(parameters), float(_LAUNCHES_OF_BITSANDBYTES * len(parameters))
     found[Operation("memory", moved_bytes=moved, kernels=kernels, launches=launches)] += 1
-    if memory.host_state_bytes:
+    if memory.host_state_bytes and not memory.chunks:
         found[Operation("pcie", moved_bytes=2 * memory.host_state_bytes, kernels=len(parameters))] += 1
     return found
+
+
+def _copies(chunks: Sequence[OptimizerMemory]) -> Operation:
+    """Return the copies of a state that waits on the host: a chunk goes out beside the next one that comes in."""
+    sizes, tensors = [chunk.state_bytes for chunk in chunks], sum(len(chunk.state) for chunk in chunks)
+    moved = sizes[0] + sum(map(max, sizes, [*sizes[1:], 0]))
+    return Operation("bus", moved_bytes=moved, kernels=2 * tensors, launches=2.0 * _LAUNCHES_OF_COPIES * tensors)
 
 
 @lru_cache(maxsize=64)

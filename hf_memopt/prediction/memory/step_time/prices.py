@@ -79,7 +79,7 @@ class Prices:
     pcie: float  # bytes per second between host and GPU, with 16 lanes
     launch_seconds: float = LAUNCH_SECONDS  # of a kernel from Python, on the host
     error: float = _OTHERS  # by how much, as a share, predicted seconds may be off on either side
-    bus: float = 0.0  # as ``pcie`` with the GPU's own lanes, for streamed layers
+    bus: float = 0.0  # as ``pcie`` with the GPU's own lanes, for streamed layers and waiting state
 
     @classmethod
     def of(cls, gpu: Gpu, *, tf32: bool = False) -> Prices:
@@ -108,6 +108,8 @@ class Prices:
         own, part = cost.moved_bytes / self.bandwidth, "memory"
         if cost.kind == "pcie":
             own, part = cost.moved_bytes / self.pcie, "PCIe"
+        if cost.kind == "bus":
+            own, part = cost.moved_bytes / self.bus, "PCIe"
         if cost.flops:
             computing = cost.flops / self.rates[cost.kind, cost.dtype]
             if computing > own:

@@ -83,7 +83,7 @@ def plan(
 
     Nothing that changes the training is used without consent: freezing and shorter rows need their word in ``allow``,
     adapters ``method``. The simplest set-up wins to which no other adds more than 5 % of speed for each technique that
-    it has beyond: nothing, then checkpointing, 8-bit state, expandable segments, paged state, offloading.
+    it has beyond: nothing, then checkpointing, 8-bit state, expandable segments, state on the host, offloading.
 
     Args:
         model: as for ``estimate``.
@@ -107,8 +107,8 @@ def plan(
         image_size: as for ``estimate``.
         audio_seconds: as for ``estimate``.
         host_memory: of the computer that trains, in bytes or as text such as ``"64GB"``: where nothing else fits, the
-            layers' weights may wait there, and offloaded inputs of layers have to fit. None for this machine's, 0 for
-            plans without streamed layers.
+            layers' weights may wait there, and what is offloaded or waits there has to fit. None for this machine's, 0
+            for plans without streamed layers.
         announce: called before each simulation with a text that names it.
         removed: nothing; arguments that an earlier version had are named.
 

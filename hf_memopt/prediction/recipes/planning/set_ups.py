@@ -54,9 +54,9 @@ def _packaged() -> tuple[Technique, ...]:
 
 *LEVERS, TF32, EXPERTS = _packaged()
 """Of set-ups that are as good as each other, the one whose last lever comes first here is the simpler."""
-FLASH, CHECKPOINTING, EIGHT_BIT, SEGMENTS, TILES, PAGED, PAGED_EIGHT_BIT, *ON_HOST = LEVERS
+FLASH, CHECKPOINTING, EIGHT_BIT, SEGMENTS, TILES, WAITING, WAITING_EIGHT_BIT, PAGED, *ON_HOST = LEVERS
 OFFLOAD, STREAMED, STREAMED_EMBEDDINGS = ON_HOST
-LINUX_ONLY = SEGMENTS, PAGED, PAGED_EIGHT_BIT
+LINUX_ONLY = SEGMENTS, PAGED
 
 
 def _planned(one: Any) -> Technique:
@@ -154,7 +154,8 @@ class SetUp:
     def held(self) -> tuple[Any, ...]:
         """What decides the bytes that are there in every pass: weights, gradients between passes, optimizer state."""
         one = self.recipe
-        return one.weights_dtype, one.load_in, one.lora, one.freeze, one.accumulates, one.optim
+        state = one.optim, one.optimizer_state_on_host
+        return one.weights_dtype, one.load_in, one.lora, one.freeze, one.accumulates, state
 
     def with_rows(self, rows: int) -> Recipe:
         """Return the recipe with micro-batches of ``rows``, with its reasons."""
@@ -179,7 +180,8 @@ class SetUp:
     @property
     def structure(self) -> Recipe:
         """The recipe without what needs no recording of its own: the optimizer and the allocator's segments."""
-        return self.recipe.replace(optim="adamw_torch_fused", expandable_segments=False, reasons={})
+        plain = {"optim": "adamw_torch_fused", "optimizer_state_on_host": False, "expandable_segments": False}
+        return self.recipe.replace(**plain, reasons={})
 
     @property
     def simplicity(self) -> tuple[int, int, int]:
@@ -192,7 +194,8 @@ class SetUp:
 
 def on_host(techniques: Iterable[Technique]) -> list[Technique]:
     """Return those with which optimizer state or activations wait in host memory."""
-    return [one for one in techniques if one in (PAGED, PAGED_EIGHT_BIT, *ON_HOST) or one.fields.get("resident")]
+    kinds = (WAITING, WAITING_EIGHT_BIT, PAGED, *ON_HOST)
+    return [one for one in techniques if one in kinds or one.fields.get("resident")]
 
 
 @dataclass(frozen=True)
@@ -219,8 +222,18 @@ class Situation:
         return is_short and self.gpu.bf16 and self.facts.supports_flash and self.facts.has_flash
 
     @property
+    def can_wait(self) -> bool:
+        """Whether optimizer state may wait in host memory."""
+        return not self.streamed and not self.is_released and self.stage != "freeze"
+
+    @property
     def can_page(self) -> bool:
-        return self.facts.has_paging and not self.streamed and self.stage != "freeze"
+        """Whether its state may be paged, which a released optimizer alone needs: it steps within the backward pass."""
+        return self.facts.has_paging and not self.streamed and self.is_released
+
+    @property
+    def is_released(self) -> bool:
+        return any(one.fields.get("gradient_release") for one in self.precision)
 
 
 @dataclass(frozen=True)
@@ -244,9 +257,10 @@ _CHOICES = (  # of each row one option is taken, in this order of preference
     ),
     (
         Option(),
-        Option((PAGED,), lambda at: at.can_page and BF16_WEIGHTS not in at.precision),
+        Option((WAITING,), lambda at: at.can_wait and BF16_WEIGHTS not in at.precision),
         Option((EIGHT_BIT,)),
-        Option((PAGED_EIGHT_BIT,), lambda at: at.can_page and at.stage not in ADAPTERS),
+        Option((WAITING_EIGHT_BIT,), lambda at: at.can_wait and at.stage not in ADAPTERS),
+        Option((PAGED,), lambda at: at.can_page),
     ),
     (Option(), Option((SEGMENTS,), lambda at: at.facts.has_segments)),
 )
@@ -257,7 +271,7 @@ def set_ups(
 ) -> Iterator[SetUp]:
     """Yield the set-ups of one rung of the ladder, those of one recording after each other.
 
-    With ``streamed`` those whose layers wait in host memory: none pages its state or has another checkpointing.
+    With ``streamed`` those whose layers wait in host memory: none has another checkpointing, or state that waits.
     """
     base = _base(stage, facts, gpu, effective_batch_size)
     for precision in _precisions(stage, facts, gpu):

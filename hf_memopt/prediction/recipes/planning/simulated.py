@@ -169,7 +169,7 @@ class Simulation:
     left_bytes: int = (
         0  # of the GPU, which what is searched for next has to leave, with nothing in host memory; 0 for any
     )
-    # of the computer, for streamed layers and offloaded inputs; 0 for plans without streamed ones
+    # of the computer, for all that waits there; 0 for plans without streamed ones
     host_memory_bytes: int = 0
     is_this_host: bool = True  # whether it is this machine's
     _found: dict[Case, Candidate | None] = field(default_factory=dict)
@@ -216,8 +216,9 @@ class Simulation:
         return min(self.gpu.usable_bytes - margin_of(self.gpu) - found.total_bytes, self._spare_on_host(recipe, found))
 
     def _spare_on_host(self, recipe: Recipe, found: Estimate) -> int:
-        """Return what streamed layers and offloaded activations leave of the host's memory; of 0 offloading is free."""
-        is_counted = recipe.streamed or (recipe.offload and self.host_memory_bytes > 0)
+        """Return what all that waits there leaves of the host's memory; of 0 only streamed layers are counted."""
+        waits = recipe.offload or recipe.optimizer_state_on_host
+        is_counted = recipe.streamed or (waits and self.host_memory_bytes > 0)
         return self.host_memory_bytes - found.host_bytes if is_counted else sys.maxsize
 
     def estimate(self, recipe: Recipe, seq_len: int | None, gpu: Gpu | None = None) -> Estimate:

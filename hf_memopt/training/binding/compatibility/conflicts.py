@@ -164,6 +164,7 @@ def settings_in_use(args: TrainingArguments, *, world_size: int) -> tuple[str, .
         "NEFTune": args.neftune_noise_alpha is not None,
         "reentrant checkpointing": is_checkpointed and options.get("use_reentrant") is True,
         "layer-wise optimizer": steps_in_backward(optim),
+        "paged optimizer": optim.startswith("paged_"),
         "auto_find_batch_size": args.auto_find_batch_size,
         "torch.compile": versions.is_compiled(args),
         "Liger kernel": args.use_liger_kernel,

@@ -178,6 +178,11 @@ class _Override:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
 
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        """A function of owner and arguments, as bound methods have: torch's schedulers wrap that of ``step``."""
+        return update_wrapper(lambda owner, *args, **kwargs: self(*args, **kwargs), self._before, updated=())
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Become what the method is without overrides, as a bound method does: that of the class, of the copied owner,
         whose attributes are not restored yet when this is called; or the owner's own attribute.

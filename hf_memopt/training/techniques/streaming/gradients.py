@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_memopt.training.techniques.streaming.lanes import Lanes
+from hf_memopt.training.techniques import Lanes
 
 
 class HostGradients:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from hf_memopt.training.techniques import Lanes
 from hf_memopt.training.techniques.streaming.gradients import DeviceSteps, HostGradients
-from hf_memopt.training.techniques.streaming.lanes import Lanes
 from hf_memopt.training.techniques.streaming.layer import LayerCall, StreamedLayer
 
 

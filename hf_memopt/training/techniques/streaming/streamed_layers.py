@@ -34,10 +34,9 @@ from hf_memopt.training.binding.model import check_model, unwrap_model, unwrap_o
 from hf_memopt.training.binding.parameters import layer_stacks, parameters_outside_adapters
 from hf_memopt.training.binding.undo import UndoHandle, override_method, set_attribute, undo_all
 from hf_memopt.training.devices.readings import read_memory
-from hf_memopt.training.techniques import ModelCallback
+from hf_memopt.training.techniques import Lanes, ModelCallback
 from hf_memopt.training.techniques.optimizers import optimizer_state_bytes
 from hf_memopt.training.techniques.streaming.gradients import DeviceSteps, HostGradients
-from hf_memopt.training.techniques.streaming.lanes import Lanes
 from hf_memopt.training.techniques.streaming.layer import StreamedLayer, resident_forward
 from hf_memopt.training.techniques.streaming.resident import (
     MEASURED_STEPS,

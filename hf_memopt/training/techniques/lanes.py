@@ -1,4 +1,6 @@
-"""Every copy between host and device, and every wait for one: nothing else in this folder knows of streams.
+"""Every copy between host and device, and every wait for one: nothing else in these folders knows of streams.
+
+Streamed layers and optimizer state on the host share it.
 
 Compute runs on the current stream of the device. Two streams of their own, the lanes, copy beside it: one in, one out.
 On a CPU a copy is done when it returns, and its event is None. A double of ``Lanes`` in the tests completes each copy
@@ -34,7 +36,7 @@ class Lanes:
         """Start a copy to the device; return the device tensor and the event after which it is valid.
 
         ``into`` is a device tensor whose storage was emptied, in place of a new one. No copy out to ``host`` may be on
-        its way: a backward pass lets all of them land before it ends.
+        its way: a backward pass, and a step, let all of them land before they end.
         """
         if into is None:
             into = torch.empty_like(host, device=self.device)
