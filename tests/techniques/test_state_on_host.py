@@ -25,9 +25,9 @@ from transformers import Trainer
 
 import hf_memopt
 import tiny
-from hf_memopt import override_embedding_bits
 from hf_memopt.state_chunks import CHUNK_BYTES as CHUNK_BYTES_OF_ESTIMATES
 from hf_memopt.state_chunks import SMALLEST_BYTES, cut_into_chunks
+from hf_memopt.techniques import override_embedding_bits
 from hf_memopt.training.techniques import Lanes
 from hf_memopt.training.techniques.optimizers import state_on_host
 from hf_memopt.training.techniques.optimizers.state_on_host import optimizer_state_on_host
@@ -45,7 +45,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "AdamW8bit": (bitsandbytes.optim.AdamW8bit, {}),
     "AdEMAMix8bit": (bitsandbytes.optim.AdEMAMix8bit, {}),
     "Lion8bit": (bitsandbytes.optim.Lion8bit, {}),
-    "16-bit weights": (hf_memopt.sixteen_bit_optimizer(torch.optim.AdamW), {}),
+    "16-bit weights": (hf_memopt.low_memory_optimizer(torch.optim.AdamW, rounding="stochastic"), {}),
 }
 
 
@@ -432,7 +432,9 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "optimizer=<SGD> has its state on the host already; expected a plain one. Call remove() of its handle",
     ),
     (
-        lambda: optimizer_state_on_host(hf_memopt.gradient_release(torch.optim.SGD)(weight(), lr=0.1)),
+        lambda: optimizer_state_on_host(
+            hf_memopt.low_memory_optimizer(torch.optim.SGD, release=True)(weight(), lr=0.1)
+        ),
         ValueError,
         "optimizer state on the host and gradient release are incompatible: its optimizer steps within the backward "
         "pass, where nothing is fetched; expected only one of them. Take OptimizerStateOnHostCallback out of "

@@ -159,9 +159,9 @@ def _of_shortfall(found: Plan) -> Iterator[tuple[str, str]]:
     assert short is not None
     near = short.nearest
     room = near.usable_bytes - near.context_bytes
-    over = [(name, peak) for name, peak in near.phases.items() if peak["reserved_bytes"] > room]
-    name, peak = over[0] if over else (near.phase, {"reserved_bytes": near.reserved_bytes, "components": {}})
-    parts = peak["components"] or near.components
+    over = [name for name, peak in near.phases.items() if peak["reserved_bytes"] > room]
+    name = over[0] if over else near.phase
+    parts: Mapping[str, int] = (near.phases[name]["components"] if over else {}) or near.components
     largest = max(parts, key=parts.__getitem__)
     where = name if name in ("load", "evaluation") else f"step 1, {name}"
     reach = (
@@ -404,13 +404,13 @@ def _laid_out(
         yield line(mark, first, row), STYLES.get(mark, "")
         yield from ((f"     {more}", STYLES.get(mark, "")) for more in rest)
     marks = {mark for mark, _, _ in rows}
-    legend = [f"{mark} {meaning}" for mark, meaning in MARKS.items() if mark in marks]
+    legend = [f"{sign} {meaning}" for sign, meaning in MARKS.items() if sign in marks]
     one = rows[0][2]
     legend += [f"{one.batch}: {one.rows} at a time, {one.accumulation_steps} times a step"]
-    while len(text := "   ".join(legend)) >= width:
+    while len(said := "   ".join(legend)) >= width:
         legend.pop()
     if legend:
-        yield f" {text}", ""
+        yield f" {said}", ""
 
 
 def _is_timed(rows: Iterable[Candidate]) -> bool:

@@ -69,12 +69,13 @@ def low_memory_optimizer(
         )
     from transformers import TrainingArguments
 
-    if model is None and not isinstance(optimizer, TrainingArguments):
-        return _changed(optimizer, release, rounding, max_tensor_norm, trust)
+    args: Any = optimizer
+    if model is None and not isinstance(args, TrainingArguments):
+        return _changed(args, release, rounding, max_tensor_norm, trust)
     for technique, is_asked in ((released.TECHNIQUE, release), (rounded.TECHNIQUE, rounding != "nearest")):
         if is_asked:
-            check_settings(technique, optimizer)
-    kwargs = OptimizerArguments(optimizer, model)
+            check_settings(technique, args)
+    kwargs = OptimizerArguments(args, model)
     return _changed(kwargs.named, release, rounding, max_tensor_norm, trust), kwargs
 
 
