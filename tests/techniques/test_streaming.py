@@ -461,14 +461,14 @@ AUTO = {  # bytes that are free, in layers, and how many fit
     "parked": ({}, 10.2, 2),
     "parked, autocast": ({"bf16": True}, 10.2, 1),  # whose copies of 16 bits are half a layer more
     "released": ({"optimizer": low_memory_optimizer(torch.optim.AdamW, release=True)}, 6.2, 2),
-    "LoRA": ({"lora": True}, 3.5, 3),
+    "LoRA": ({"lora": True}, 2.5, 2),
     "all": ({"lora": True}, 4.5, LAYERS),  # no copies of the last two are needed then
     "none": ({}, 4.9, 0),
 }
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["", "streamed before"])
-@pytest.mark.parametrize("case", slow_except(("parked, autocast", "all"), AUTO))
+@pytest.mark.parametrize("case", slow_except(("parked", "released", "all"), AUTO))
 def test_as_many_layers_stay_as_two_steps_leave_room_for(
     case: str, before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
