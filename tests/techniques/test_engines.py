@@ -188,7 +188,7 @@ def test_what_cannot_work_is_refused_by_both_processes(found: dict[str, Found]) 
     assert one == expected
     assert set(expected) & set(TECHNIQUES) == {
         *("32-bit embeddings", "gradient release", "sparse tied embedding", "16-bit weights"),
-        *("streamed layers", "micro-batching"),
+        *("streamed layers", "micro-batching", "optimizer state on the host"),
     }
 
 
