@@ -377,28 +377,6 @@ class Counts(torch.optim.SGD):
         return super().step(closure)
 
 
-class Subclass(torch.Tensor):
-    """As torchao's states are."""
-
-
-class Quantised(torch.optim.SGD):
-    """Keeps its state in a subclass of tensors."""
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self.state[parameter]["codes"] = torch.zeros(2000).as_subclass(Subclass)
-        return None
-
-
-def stepped(kind: Any) -> None:
-    optimizer, weights = weights_of(kind=kind)
-    give_gradients(weights)
-    for _ in range(2):
-        optimizer.step()
-
-
 def weight() -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(2))]
 
@@ -453,16 +431,11 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "without one. Compute the loss before, or take OptimizerStateOnHostCallback out of callbacks=",
     ),
     (
-        lambda: stepped(Counts),
+        lambda: weights_of(kind=Counts),
         ValueError,
-        "optimizer=<Counts> changes 'k' of its groups in a step, which runs once for each chunk of its state; expected "
-        "counters for each parameter. Choose AdamW, or take OptimizerStateOnHostCallback out of callbacks=",
-    ),
-    (
-        lambda: stepped(Quantised),
-        TypeError,
-        "optimizer=<Quantised> keeps 'codes' of its state as Subclass, which is not copied; expected plain tensors. "
-        "Choose another optimizer, or take OptimizerStateOnHostCallback out of callbacks=",
+        "optimizer=<Counts> is not known to step each parameter by itself, and its step would run once for each chunk "
+        "of its state; expected the step of a class of torch or bitsandbytes. Choose AdamW, or take "
+        "OptimizerStateOnHostCallback out of callbacks=",
     ),
 ]
 

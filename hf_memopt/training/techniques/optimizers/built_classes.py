@@ -8,6 +8,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from bitsandbytes.optim.optimizer import Optimizer8bit
 
 from hf_memopt.plain_data import shown
 from hf_memopt.training.binding.undo import UndoHandle, override_method, set_attribute, undo_all
@@ -141,3 +142,13 @@ def plain_step(step: Any) -> Any:
     while getattr(step, "hooked", False):
         step = step.__wrapped__
     return step
+
+
+def steps_alone(optimizer_class: Any) -> bool:
+    """Return whether the step of a class is known to treat each parameter by itself."""
+    from transformers.optimization import Adafactor
+
+    optimizer_class = getattr(optimizer_class, "_plain_class", optimizer_class)  # of 16-bit weights
+    of_torch = (getattr(torch.optim, name) for name in (*ELEMENTWISE, "Adafactor"))
+    known = {plain_step(kind.step) for kind in (Optimizer8bit, Adafactor, *of_torch)}
+    return plain_step(optimizer_class.step) in known

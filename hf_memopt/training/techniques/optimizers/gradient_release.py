@@ -27,12 +27,12 @@ from hf_memopt.plain_data import check_value, shown
 from hf_memopt.training.binding.compatibility import refusal_of
 from hf_memopt.training.binding.undo import UndoHandle
 from hf_memopt.training.techniques.optimizers.built_classes import (
-    ELEMENTWISE,
     Built,
     built_class,
     check_is_class,
     class_name,
     plain_step,
+    steps_alone,
 )
 
 TECHNIQUE = "gradient release"
@@ -96,7 +96,7 @@ def gradient_release(
         )
     plain: Any = optimizer_class
     _check_class(plain)
-    if not (trust or _steps_alone(plain)):
+    if not (trust or steps_alone(plain)):
         raise ValueError(
             f"optimizer_class={class_name(plain)} is not known to step each parameter by itself; expected a class with "
             "the step of one in torch.optim, bitsandbytes or transformers, or trust=True. If its step neither combines "
@@ -317,16 +317,6 @@ def _check_class(optimizer_class: Any) -> None:
         problem = "has a step of its own; expected a class with the step of bitsandbytes or of torch"
     if problem is not None:
         raise ValueError(f"optimizer_class={class_name(optimizer_class)} {problem}. {FIX}")
-
-
-def _steps_alone(optimizer_class: Any) -> bool:
-    """Return whether the step of a class is known to treat each parameter by itself."""
-    from transformers.optimization import Adafactor
-
-    optimizer_class = getattr(optimizer_class, "_plain_class", optimizer_class)  # of 16-bit weights
-    of_torch = (getattr(torch.optim, name) for name in (*ELEMENTWISE, "Adafactor"))
-    known = {plain_step(kind.step) for kind in (Optimizer8bit, Adafactor, *of_torch)}
-    return plain_step(optimizer_class.step) in known
 
 
 def _loop_of_now() -> Any:

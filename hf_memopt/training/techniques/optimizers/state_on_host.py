@@ -9,9 +9,8 @@ The optimizer's own step runs once for each chunk, and sees the gradients and th
 parameter that has no state yet is a chunk of its own. In ``optimizer.state`` are ordinary tensors on the host, for
 saving and resuming, also without this. Tensors below 4 KiB stay on the GPU.
 
-Limitations: no closures. Hooks around the step run once, and see all gradients. An optimizer that compares all
-gradients within a step (the global norm of LAMB) would compare those of a chunk; one that counts in its parameter
-groups is refused in its first step.
+Limitations: no closures. Hooks around the step run once, and see all gradients. Optimizers that are not known to step
+each parameter by itself are refused: one that compares gradients, or counts its steps, would do so for each chunk.
 
 Source: the idea of ZeRO-Offload (https://arxiv.org/abs/2101.06840), with the step on the GPU.
 """
@@ -33,6 +32,7 @@ from hf_memopt.training.binding.compatibility import names_of, refusal_of
 from hf_memopt.training.binding.model import tensors_in, unwrap_optimizer
 from hf_memopt.training.binding.undo import UndoHandle, override_method, set_attribute, undo_all
 from hf_memopt.training.techniques import BoundCallback, Lanes
+from hf_memopt.training.techniques.optimizers.built_classes import steps_alone
 from hf_memopt.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -188,7 +188,6 @@ class _WaitingState:
         """Step each chunk beside the copies of the next one and of the last one."""
         groups = optimizer.param_groups
         gradients = {p: p.grad for group in groups for p in group["params"] if p.grad is not None}
-        options = [dict(group) for group in groups]
         stepping = list(gradients)
         chunks = [stepping[chunk] for chunk in cut_into_chunks(map(self._size, stepping), self._chunk_bytes)]
         state = {p: optimizer.state.pop(p) for p in stepping if p in optimizer.state}
@@ -208,8 +207,6 @@ class _WaitingState:
                         if parameter in optimizer.state:
                             state[parameter] = optimizer.state.pop(parameter)
                             self.store(parameter, state[parameter])
-                if len(chunks) > 1:
-                    _check_groups(optimizer, options)
         finally:
             self.settle()
             optimizer.state.update(state)
@@ -284,11 +281,6 @@ class _WaitingState:
         for key, value in state.items():
             if not torch.is_tensor(value) or value.device.type != place or value.nbytes < SMALLEST_BYTES:
                 continue
-            if type(value) is not torch.Tensor:
-                raise TypeError(
-                    f"optimizer=<{type(self._alive()).__name__}> keeps {key!r} of its state as {type(value).__name__}, "
-                    f"which is not copied; expected plain tensors. Choose another optimizer, or {_OUT}"
-                )
             keys.add(key)
             host = hosts.get(key)
             is_slow = host is not None and self.lanes.is_async and not host.is_pinned()  # loaded, or copied since
@@ -329,6 +321,11 @@ def _check_optimizer(optimizer: Any) -> None:
         raise ValueError(str(refusal_of(TECHNIQUE, "gradient release")))
     if getattr(optimizer, "is_paged", False):
         raise ValueError(str(refusal_of(TECHNIQUE, "paged optimizer")))
+    if not steps_alone(type(optimizer)):
+        raise ValueError(
+            f"{name} is not known to step each parameter by itself, and its step would run once for each chunk of its "
+            f"state; expected the step of a class of torch or bitsandbytes. Choose AdamW, or {_OUT}"
+        )
     if any(hasattr(p, "device_mesh") for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(str(refusal_of(TECHNIQUE, "other sharding")))
 
@@ -341,15 +338,3 @@ def _hooks_of(optimizer: Any) -> list[tuple[Any, str]]:
         (optimizer, "_optimizer_step_post_hooks"),
         (torch_optimizer, "_global_optimizer_post_hooks"),
     ]
-
-
-def _check_groups(optimizer: Any, options: list[dict[str, Any]]) -> None:
-    """Refuse an optimizer that counts in its groups: it would count every chunk."""
-    for group, before in zip(optimizer.param_groups, options, strict=True):
-        others = ((key, value, before.get(key)) for key, value in group.items() if key != "params")
-        changed = [key for key, now, then in others if now is not then and bool(now != then)]
-        if changed:
-            raise ValueError(
-                f"optimizer=<{type(optimizer).__name__}> changes {changed[0]!r} of its groups in a step, which runs "
-                f"once for each chunk of its state; expected counters for each parameter. Choose AdamW, or {_OUT}"
-            )
