@@ -89,7 +89,8 @@ class Demo:
         """Return the Trainer of the set-up that ``plan`` chooses for a GPU of the pretended size."""
         model, gpu = self.model(MODEL), replace(custom_gpu(self.limit_bytes, "6.0"), context_bytes=0)
         task, whole = "sequence-classification", {"effective_batch_size": BATCH_SIZE}
-        found = hf_memopt.plan(model.config, gpu=gpu, seq_len=TOKENS, method="full", task=task, **whole)
+        own = {"method": "full", "task": task, "host_memory": "1MB"}  # beside a pretended GPU nothing can wait
+        found = hf_memopt.plan(model.config, gpu=gpu, seq_len=TOKENS, **own, **whole)
         figures["plan"] = f"{found.chosen.name}, {found.chosen.batch}" if found.chosen else "nothing fits"
         recipe = found.recipe.replace(precision="auto")  # as this CPU computes
         args = recipe.training_arguments(self.folder, num_train_epochs=1, **HYPERPARAMETERS, **QUIET, **ON_CPU, **whole)
