@@ -107,7 +107,7 @@ class MemoryReportCallback(TrainerCallback):
     Bound, it also leaves a report in the output folder, ``memopt_run.json``, at each checkpoint and at the end. When
     training ends it writes the page of it, ``memopt_run.html``, and logs the path. An out-of-memory that ends the run
     leaves a page with what was alive, what the step was predicted to need, and what fits. The error goes on and has the
-    path of the page as a note. Every process writes a file of its own then (``memopt_run-rank1.html``).
+    path of the page as a note. Every process then writes its own (``memopt_run-rank1.html``).
 
     Args:
         plot: a PNG, SVG or PDF file to draw at the end of ``train()``: the peak of every step and phase, beside what is

@@ -125,10 +125,15 @@ def _verdict(found: Plan) -> str:
     if one is None:
         return f"DOES NOT FIT: the smallest set-up needs {sizes}"
     if one.seconds is not None:
-        amount, unit = (one.tokens, "tokens/s") if one.tokens else (float(one.examples), "examples/s")
+        amount, unit = _amount(one)
         sizes += f", about {_number(float(f'{amount / one.seconds:.3g}'))} {unit}"
     word = "FITS" if one.fits else "TIGHT"
     return f"{word} with {_name(one, found)}, batch {one.batch}: {sizes}"
+
+
+def _amount(one: Candidate) -> tuple[float, str]:
+    """Return what a step trains, and the unit of its speed."""
+    return (one.tokens, "tokens/s") if one.tokens else (float(one.examples), "examples/s")
 
 
 def _of_chosen(found: Plan, one: Candidate, *, verbose: bool) -> Iterator[tuple[str, str]]:
@@ -143,7 +148,7 @@ def _of_chosen(found: Plan, one: Candidate, *, verbose: bool) -> Iterator[tuple[
     if verbose:
         yield "Phases", ", ".join(f"{name} {format_bytes(size)}" for name, size in allocated.items()) + ", allocated"
     if one.seconds is not None and one.low and one.high:
-        amount, unit = (one.tokens, "tokens/s") if one.tokens else (float(one.examples), "examples/s")
+        amount, unit = _amount(one)
         speeds = f"{_number(amount / one.high)} to {_number(amount / one.low)} {unit}"
         yield "Speed", f"{speeds}, {_number(one.seconds)} s per optimizer step"
 
