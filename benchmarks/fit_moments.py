@@ -19,6 +19,7 @@ from hf_memopt.training.binding.fused_loss.chunked_loss import CHUNK_BYTES
 
 ASKED_OF_A_PIECE = 96  # lengths of which the fullest moment is kept
 NEGLIGIBLE = 2e-4  # of a peak
+LEAST_SLACK_BYTES = 2**24  # a quarter of a chunk of logits
 LOGITS = COMPONENTS.index("logits and loss")
 
 Row = Mapping[str, Any]
@@ -97,7 +98,7 @@ def _is_one_moment(moments: np.ndarray, nodes: Sequence[int | None], chunk: Sequ
 
     The others are different moments whose events are alike, say of a chunk of the loss and of what follows.
     """
-    slack = 0.005 * moments.sum(axis=2).max()
+    slack = max(0.005 * moments.sum(axis=2).max(), LEAST_SLACK_BYTES)
     logits = moments[..., LOGITS].astype(float)
     on_line = logits @ np.transpose([logits_weights_at(node, nodes, chunk) for node in nodes])
     found: np.ndarray = (abs(on_line - logits) <= slack).all(axis=1)

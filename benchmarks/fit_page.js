@@ -1,8 +1,7 @@
 // The answers of the page "Does it fit?": between simulated lengths, as `parts_at` and `curve` of fit_points.py say.
 const UNIT = 2 ** 16, GIB = 2 ** 30;
 const [CONTEXT, UNUSED] = ["CUDA context", "reserved, not in use"];
-const TITLES = {full: "full fine-tuning", lora: "LoRA", qlora: "QLoRA"};
-const WORDS = {fits: "Yes", tight: "Too close to tell", over: "Not on the GPU alone"};
+const WORDS = {fits: "Yes", tight: "Too close to tell", over: "No"};
 const SIGNS = {fits: "✓", tight: "~", over: "✗"};
 const at = (id) => document.getElementById(id);
 const gib = (size) => (size / GIB).toFixed(2);
@@ -109,7 +108,7 @@ async function started() {
   const asked = {model: "Qwen2.5-1.5B", gpu: "RTX 3060 12GB", method: "lora", length: "512"};
   for (const [name, value] of new URLSearchParams(location.hash.slice(1))) {
     const isKnown = {model: () => known.rows.some((row) => row.model === value), gpu: () => value in known.gpus,
-                     method: () => known.methods.includes(value), length: () => Number(value) > 0}[name];
+                     method: () => value in known.titles, length: () => Number(value) > 0}[name];
     if (isKnown?.()) asked[name] = value;
   }
 
@@ -130,16 +129,16 @@ async function started() {
     history.replaceState(null, "", `#${new URLSearchParams({...asked, length: length ?? ""})}`);
 
     const found = answer(model, gpu, method, length);
-    const what = `${model}, ${TITLES[method]}${hasText ? `, examples of ${length.toLocaleString("en")} tokens` : ""}, on ${gpu}`;
+    const what = `${model}, ${known.titles[method]}${hasText ? `, examples of ${length.toLocaleString("en")} tokens` : ""}, on ${gpu}`;
     at("headline").textContent = what;
     const sizes = found ? `: ${gib(found.total)} of ${gib(card.usable)} GiB` : "";
     const verdict = found?.verdict ?? "tight";
     at("verdict").className = `verdict is-${verdict}`;
     at("answer").textContent = (found ? WORDS[verdict] : "Not simulated") + sizes;
-    at("methods").replaceChildren(...known.methods.map((one) => {
+    at("methods").replaceChildren(...Object.keys(known.titles).map((one) => {
       const other = answer(model, gpu, one, length), item = document.createElement("li");
       item.className = `badge ${other?.verdict ?? ""}${one === method ? " chosen" : ""}`;
-      item.textContent = other ? `${SIGNS[other.verdict]} ${TITLES[one]} ${gib(other.total)} GiB` : `? ${TITLES[one]}`;
+      item.textContent = other ? `${SIGNS[other.verdict]} ${known.titles[one]} ${gib(other.total)} GiB` : `? ${known.titles[one]}`;
       return item;
     }));
     document.title = `${found ? WORDS[verdict] : "Not simulated"}${sizes}: ${what}`;
@@ -159,10 +158,13 @@ async function started() {
     const fitting = Object.keys(known.gpus).filter((name) => answer(model, name, method, length)?.verdict === "fits");
     fitting.sort((one, other) => known.gpus[one].usable - known.gpus[other].usable);
     const smallest = fitting[0] ? `The smallest GPU that fits it is ${fitting[0]}.` : "No GPU of this page fits it.";
-    at("instead").textContent = verdict === "fits" ? "" : `${smallest} With layers in RAM it may fit ${gpu} too:`;
+    const streamed = answer(model, gpu, "streamed", length), ram = rowOf(model, "streamed", gpu)?.host_bytes;
+    const layers = streamed?.verdict !== "fits" ? "" : method === "streamed" ? `It needs ${gib(ram)} GiB of RAM.`
+      : `LoRA with layers in RAM fits ${gpu}: ${gib(streamed.total)} GiB, and ${gib(ram)} GiB of RAM. `;
+    at("instead").textContent = verdict !== "fits" ? layers + smallest : method === "streamed" ? layers : "";
     at("others").textContent = fitting.slice(0, 8).join(", ") || "None of the GPUs of this page.";
     const option = hasText ? ` -s ${length}` : "";
-    at("command").firstElementChild.textContent = `hf-memopt plan ${model} --gpu "${gpu}"${option} --method ${method}`;
+    at("command").firstElementChild.textContent = `hf-memopt plan ${model} --gpu "${gpu}"${option} --method ${method === "streamed" ? "lora" : method}`;
   }
 
   function draw(found, card, gpu) {
@@ -189,9 +191,9 @@ async function started() {
     const head = document.createElement("tr");
     head.append(cell("th", "tokens"), ...powers.map((one) => cell("th", one?.toLocaleString("en") ?? "-", "n")));
     at("map").tHead.replaceChildren(head);
-    at("map").tBodies[0].replaceChildren(...known.methods.map((one) => {
+    at("map").tBodies[0].replaceChildren(...Object.keys(known.titles).map((one) => {
       const row = document.createElement("tr");
-      row.append(cell("td", TITLES[one]), ...powers.map((tokens) => {
+      row.append(cell("td", known.titles[one]), ...powers.map((tokens) => {
         const found = answer(model, gpu, one, tokens);
         const here = one === method && tokens === length ? " here" : "";
         return cell("td", found ? `${SIGNS[found.verdict]} ${gib(found.total)}` : "-", `n ${found?.verdict ?? ""}${here}`);

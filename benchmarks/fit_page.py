@@ -23,6 +23,7 @@ from fit_points import (
     KERNELS,
     LARGER_WORKSPACES_BYTES,
     METHODS,
+    TITLES,
     between,
     has_large_workspace,
     kernels_of,
@@ -43,7 +44,7 @@ PLAIN_GPU, PLAIN_LENGTH = GPUS["RTX 3060 12GB"], 512  # of the table without Jav
 PAGE, DATA = DOCS / "does-it-fit.html", DOCS / "does-it-fit.parquet"
 SAME = {
     **dict.fromkeys(("model", "task", "method", "kernels", "precision", "reason"), pa.string()),
-    **dict.fromkeys(("parameters", "trainable", "rows"), pa.int64()),
+    **dict.fromkeys(("parameters", "trainable", "host_bytes", "rows"), pa.int64()),
     "cpu_seconds": pa.float32(),
 }
 """Columns that all points of a row have."""
@@ -147,7 +148,7 @@ def page_of(rows: Sequence[Row]) -> str:
         seconds=packed(seconds.tobytes()),
         organisations=by_organisation({row["model"] for row in rows}),
         sizes=by_size(),
-        methods=METHODS,
+        titles=TITLES,
         plain=least_memory(rows),
         plain_gpu=PLAIN_GPU,
         plain_length=PLAIN_LENGTH,
@@ -208,7 +209,8 @@ def figures_of(rows: Sequence[Row]) -> tuple[dict[str, Any], np.ndarray]:
         if "reason" in row:
             told.append({**same, "reason": row["reason"]})
             continue
-        kept = {name: row[name] for name in ("parameters", "precision", "rows", "lengths", "simulated", "chunk")}
+        names = ("parameters", "host_bytes", "precision", "rows", "lengths", "simulated", "chunk")
+        kept = {name: row[name] for name in names}
         pieces = [
             [piece["lengths"], (np.array(piece["moments"]) / UNIT_BYTES).round().astype(int).tolist()]
             for piece in row["pieces"]
@@ -235,7 +237,7 @@ def figures_of(rows: Sequence[Row]) -> tuple[dict[str, Any], np.ndarray]:
         "rows": told,
         "gpus": gpus,
         "order": {kernels.name: kernels.gpus for kernels in KERNELS},
-        "methods": list(METHODS),
+        "titles": TITLES,
         "examples": EFFECTIVE_BATCH,
         "larger_workspaces": LARGER_WORKSPACES_BYTES,
         "chunk_bytes": CHUNK_BYTES,

@@ -1,7 +1,7 @@
 """Simulate what every well-known model needs: the points of ``docs/does-it-fit.html`` (``fit_data.py`` writes it).
 
-Each model is asked for three methods: full, LoRA, QLoRA, with checkpointing and, for language models, the fused loss.
-One recording serves all GPUs of a kind of kernels. Three lengths are recorded, and between them bytes and operations
+Each model is asked for four methods: full, LoRA, QLoRA, and LoRA with layers that wait in host memory. All have
+checkpointing and, for language models, the fused loss. One recording serves all GPUs of a kind of kernels. Three lengths are recorded, and between them bytes and operations
 are polynomials of the length: of each moment of a step, and of each operation, not of their peaks and seconds. Only the
 logits of the fused loss are not, as it cuts the rows into chunks: they are a line over the rows of a chunk.
 """
@@ -35,13 +35,21 @@ from hf_memopt.prediction.memory.settings import ROW_TOKENS
 from hf_memopt.prediction.memory.step_time import Operation, StepCosts
 from hf_memopt.prediction.memory.tracking import Timeline
 from hf_memopt.training.binding.model import head_for, task_of
+from hf_memopt.training.binding.model_changes import tied_embeddings
 from hf_memopt.training.devices import against_float16
 
-METHODS = {"full": {}, "lora": {"lora": 16}, "qlora": {"lora": 16, "load_in": "nf4"}}
+METHODS = {
+    "full": {},
+    "lora": {"lora": 16},
+    "qlora": {"lora": 16, "load_in": "nf4"},
+    "streamed": {"lora": 16, "streamed": True},
+}
+TITLES = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA", "streamed": "LoRA, layers in RAM"}
 EFFECTIVE_BATCH = 8
 LONGEST = 4096
 STEPS_OF_AN_OCTAVE = 1.5
 INPUTS = COMPONENTS.index("inputs")
+STREAMED_FROM = 1e9  # parameters: LoRA of a smaller model fits with all its layers on the GPU
 TOKEN_BY_TOKEN = {"mamba"}  # in transformers' own code: thousands of operations a token, hours of recording a model
 NOT_SIZES = {
     "rope_parameters",
@@ -157,8 +165,10 @@ def settings_of(subject: Subject, method: str, gpu: Gpu) -> dict[str, Any]:
         "expandable_segments": True,  # without them reserved bytes jump between neighbouring lengths
         **METHODS[method],
     }
-    if method == "lora":
+    if method in ("lora", "streamed"):
         found["weights_dtype"] = dtype
+    if method == "streamed":
+        found["embeddings_on_host"] = not has_tied_embeddings(subject.name)
     if method == "qlora" and has_experts(subject.name):
         found["quantize_experts"] = True
     return found
@@ -169,18 +179,28 @@ def has_experts(name: str) -> bool:
     return any(hasattr(module, "has_gate") for module in load_model(name).model.modules())  # of its experts interface
 
 
+def has_tied_embeddings(name: str) -> bool:
+    """Return whether the embedding of a well-known model is its head too, so that it stays on the GPU."""
+    return bool(tied_embeddings(load_model(name).model))
+
+
 # ---- The points of one model
 
 
 def points_of(subject: Subject) -> Iterator[dict[str, Any]]:
     """Yield a row for each method and kernels, or one with the reason why it cannot be simulated."""
-    is_simulated = load_model(subject.name).model.config.model_type not in TOKEN_BY_TOKEN
+    model = load_model(subject.name).model
+    is_simulated = model.config.model_type not in TOKEN_BY_TOKEN
+    is_small = sum(parameter.numel() for parameter in model.parameters()) < STREAMED_FROM
     with keeping_models():
         for method, kernels in product(METHODS, KERNELS):
             asked = {"model": subject.name, "method": method, "kernels": kernels.name}
             if not is_simulated:
                 command = f"hf-memopt estimate {subject.name} --seq-len 128 --batch-size 1 --gpu T4"
                 yield asked | {"reason": f"not simulated: its layers compute token by token. Call: {command}"}
+                continue
+            if is_small and method == "streamed":
+                yield asked | {"reason": "not simulated: below 1 B parameters, LoRA fits without layers in RAM"}
                 continue
             try:
                 yield asked | _points(subject, method, kernels)
@@ -198,6 +218,7 @@ def _points(subject: Subject, method: str, kernels: Kernels) -> dict[str, Any]:
     return {
         "parameters": first.parameters,
         "trainable": first.trainable_parameters,
+        "host_bytes": first.host_bytes,
         "precision": first.settings.precision,
         "rows": subject.rows,
         "task": subject.task,
@@ -252,7 +273,12 @@ def whole_step(costs: StepCosts) -> StepCosts:
     micro_batches = EFFECTIVE_BATCH * costs.micro_batches / costs.examples
     *others, (times, operations) = costs.passes
     passes = (*others, (times + micro_batches - costs.micro_batches, operations))
-    return replace(costs, passes=passes, micro_batches=micro_batches, examples=EFFECTIVE_BATCH)
+    found = replace(costs, passes=passes, micro_batches=micro_batches, examples=EFFECTIVE_BATCH)
+    if costs.streaming is None:
+        return found
+    factor = micro_batches / costs.micro_batches  # adapters stay on the GPU: nothing but weights is copied
+    copied = {name: round(factor * getattr(costs.streaming, name)) for name in ("in_bytes", "out_bytes", "first_bytes")}
+    return replace(found, streaming=replace(costs.streaming, **copied))
 
 
 def _aligned(passes: Sequence[Counter[Operation]]) -> list[tuple[Any, np.ndarray, np.ndarray]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import lazy_loader
 
-__version__ = "0.5.0"
+__version__ = "0.6.0"
 
 _loaded, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 _MODULES = {  # names that stood here until 0.5.0; their old place works for one version

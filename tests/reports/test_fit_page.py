@@ -30,11 +30,18 @@ def small(rows: list[Row]) -> list[Row]:
     return [row for row in rows if row.get("parameters", 1e12) < 4e8]
 
 
+def choose(browser: Chromium, field: str, value: str) -> None:
+    box = f"const box = document.getElementById('{field}'); box.value = '{value}';"
+    browser.value(f"(() => {{ {box} box.dispatchEvent(new Event('input', {{bubbles: true}})) }})()")
+
+
 @pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 24))])
 def test_a_random_point_is_that_of_a_simulation(rows: list[Row], seed: int) -> None:
     point = random_point(small(rows) if seed < 2 else rows, Random(seed))
     parts, found = parts_at(point.row, point.gpu, point.length), errors_of(point)
-    assert abs(found["allocated"]) <= 0.01
+    assert abs(found["allocated"]) <= (
+        0.02 if point.row["method"] == "streamed" else 0.01
+    )  # a chunk of logits counts more
     assert abs(found["total"]) < max(0.05, PAGES_BYTES / sum(parts.values()))  # reserved bytes jump
     assert abs(found.get("seconds", 0.0)) < 0.03
 
@@ -53,24 +60,30 @@ def test_the_page_is_that_of_the_data(rows: list[Row]) -> None:
 
 
 def test_readme_and_the_page_give_one_answer(rows: list[Row]) -> None:
-    """What a method fits by the page fits by ``plan``, without host memory; README says where layers wait there."""
+    """What a method fits by the page fits by ``plan``; README says where only layers in RAM do."""
     stored, streamed = plans.read_plans(), []
     for cell in plans.MODEL_CELLS:
         gpu, figures = GPUS[cell.gpu], stored[cell.key]["figures"]
         own = [row for row in rows if row["model"] == cell.model and row["kernels"] == kernels_of(gpu).name]
-        needed = [sum(parts_at(row, gpu, cell.seq_len).values()) for row in own if "reason" not in row]
-        assert needed
-        verdicts = {verdict_of(gpu.usable_bytes - size, margin_of(gpu)) for size in needed}
+        sizes = {row["method"]: sum(parts_at(row, gpu, cell.seq_len).values()) for row in own if "reason" not in row}
+        assert sizes
+        verdicts = {method: verdict_of(gpu.usable_bytes - size, margin_of(gpu)) for method, size in sizes.items()}
         if "host_bytes" in figures:
             streamed.append((cell.model, cell.gpu))
-            assert verdicts == {"over"}
+            assert verdicts == {"full": "over", "lora": "over", "qlora": "over", "streamed": "fits"}
             assert plans._cell(stored, cell).startswith("streamed ")
         assert figures["fits"]
         assert figures["total_bytes"] <= gpu.usable_bytes - margin_of(gpu)
     assert streamed == [("Llama-3.1-8B", "RTX 3050 4GB")]
-    page = fit_page.PAGE.read_text(encoding="utf-8")
-    assert 'over: "Not on the GPU alone"' in page
-    assert '<span class="badge over">✗ does not fit the GPU alone</span>' in page
+
+
+def test_where_the_gpu_is_too_small_the_page_says_what_layers_in_ram_need(browser: Chromium) -> None:
+    browser.open(fit_page.PAGE, 1280)
+    choose(browser, "model", "Llama-3.1-8B")
+    choose(browser, "gpu", "RTX 3050 4GB")
+    said = browser.value("document.getElementById('instead').textContent")
+    assert said.startswith("LoRA with layers in RAM fits RTX 3050 4GB: ")
+    assert " GiB of RAM. The smallest GPU that fits it is " in said
 
 
 def test_the_script_answers_as_the_points_say(browser: Chromium, rows: list[Row]) -> None:
@@ -89,14 +102,12 @@ def test_the_script_answers_as_the_points_say(browser: Chromium, rows: list[Row]
 
 def test_what_is_chosen_is_in_the_address(browser: Chromium, rows: list[Row]) -> None:
     browser.open(fit_page.PAGE, 1280)
-    choose = "const box = document.getElementById('{}'); box.value = '{}';"
-    choose += " box.dispatchEvent(new Event('input', {{bubbles: true}}))"
-    browser.value(f"(() => {{ {choose.format('gpu', 'T4')} }})()")
-    browser.value(f"(() => {{ {choose.format('length', '100000')} }})()")
+    choose(browser, "gpu", "T4")
+    choose(browser, "length", "100000")
     assert "gpu=T4" in browser.value("location.hash")
     assert "outside 128 to 4,096 tokens" in browser.value("document.getElementById('length-note').textContent")
     assert browser.value("document.getElementById('headline').textContent").endswith("examples of 4,096 tokens, on T4")
-    browser.value(f"(() => {{ {choose.format('model', 'no such model')} }})()")
+    choose(browser, "model", "no such model")
     assert "model=Qwen2.5-1.5B" in browser.value("location.hash")  # a name that is being typed changes nothing
 
 
