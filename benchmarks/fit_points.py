@@ -1,9 +1,10 @@
 """Simulate what every well-known model needs: the points of ``docs/does-it-fit.html`` (``fit_data.py`` writes it).
 
 Each model is asked for four methods: full, LoRA, QLoRA, and LoRA with layers that wait in host memory. All have
-checkpointing and, for language models, the fused loss. One recording serves all GPUs of a kind of kernels. Three lengths are recorded, and between them bytes and operations
-are polynomials of the length: of each moment of a step, and of each operation, not of their peaks and seconds. Only the
-logits of the fused loss are not, as it cuts the rows into chunks: they are a line over the rows of a chunk.
+checkpointing and, for language models, the fused loss. One recording serves all GPUs of a kind of kernels.
+Three lengths are recorded, and between them bytes and operations are polynomials of the length: of each moment of a
+step, and of each operation, not of their peaks and seconds. Only the logits of the fused loss are not, as it cuts the
+rows into chunks: they are a line over the rows of a chunk.
 """
 
 from __future__ import annotations
