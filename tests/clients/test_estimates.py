@@ -255,9 +255,9 @@ def test_an_evaluation_for_metrics_has_the_logits_of_another_pass(tmp_path: Path
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("TRL SFT", "4 rows of 21 tokens need "),
-        ("TRL DPO", "8 rows of 23 tokens need "),
-        ("TRL Reward", "8 rows of 20 tokens need "),
+        ("TRL SFT", "4 examples of 21 tokens need "),
+        ("TRL DPO", "8 examples of 23 tokens need "),
+        ("TRL Reward", "8 examples of 20 tokens need "),
         ("TRL GRPO", "not predicted: NotEstimableError: not estimable: trainer=<GRPOTrainer> trains on completions"),
     ],
 )

@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
     from hf_memopt.prediction.recipes.planning.simulated import Candidate
 
 SHOWN_FITTING, SHOWN_OVER = 4, 2  # rows of a table beside the chosen one
-SHORT_ROWS = 5  # of a table that is not verbose
+SHORT_ROWS, LEAST_ROWS, SHORT_TABLE_LINES = 5, 2, 9  # of a table that is not verbose
+SHORT_LINES = 18  # of a plan that is not verbose
 MARKS = {">": "recommended", "~": "tight", "x": "does not fit", "?": "needs consent"}
 STYLES = {">": "bold green", "~": "yellow", "x": "red", "?": "yellow"}  # of rich, in a terminal alone
 VERDICT_STYLES = {"fits": "bold green", "tight": "bold yellow", "over": "bold red"}
@@ -92,18 +94,33 @@ def _lines(
     found: Plan, width: int, wording: Wording, ends: Iterable[tuple[str, str]], *, verbose: bool
 ) -> Iterator[tuple[str, str]]:
     width = max(width, LEAST_COLUMNS)
-    yield from _filled(_heading(found), width)
     one = found.chosen
     style = VERDICT_STYLES["over" if one is None else one.verdict]
-    yield from ((line, style) for line, _ in _filled([_verdict(found)], width))
-    yield "", ""
-    yield from _table(found, width, verbose=verbose)
-    yield "", ""
+    verdict = [(line, style) for line, _ in _filled([_verdict(found)], width)]
+    top = [*_filled(_heading(found), width), *verdict, ("", "")]
     labelled = [*(_of_shortfall(found) if one is None else _of_chosen(found, one, verbose=verbose)), *_epochs(found)]
     labelled += _with_consent(found)
-    labelled += [("Note", f"{note}") for note in _shown_notes(found.notes, verbose=verbose)]
-    labelled += [("Trust", f"{TRUST}; 5 % of it is kept free"), *ends]
-    yield from _labelled(((label, wording(text)) for label, text in labelled), width)
+    notes, trust = _shown_notes(found.notes, verbose=verbose), ("Trust", f"{TRUST}; 5 % of it is kept free")
+    before, of_notes, after = (
+        [list(_labelled([(label, wording(text))], width)) for label, text in rows]
+        for rows in (labelled, [("Note", note) for note in notes], [trust, *ends])
+    )
+    room = None if verbose else SHORT_LINES - sum(map(len, (top, *before, *after))) - 1
+    table = [*_table(found, width, room), ("", "")]
+    if room is not None:
+        of_notes = _cut(of_notes, room + 1 - len(table), "-v" if found.command else "table(verbose=True)")
+    yield from chain(top, table, *before, *of_notes, *after)
+
+
+def _cut(notes: Sequence[list[tuple[str, str]]], room: int, more: str) -> Iterator[list[tuple[str, str]]]:
+    """Yield the lines of each note that there is room for, then how many there are besides."""
+    for number, lines in enumerate(notes):
+        others = len(notes) - number
+        if len(lines) + (others > 1) > room:
+            yield [(f"{'Note':<{LABEL_COLUMNS}}{others} more note{'s' * (others > 1)}: {more}", "")]
+            return
+        yield lines
+        room -= len(lines)
 
 
 def _shown_notes(notes: Iterable[str], *, verbose: bool) -> list[str]:
@@ -357,13 +374,18 @@ def _place(one: Candidate) -> tuple[Any, ...]:
     return ("fits", "tight").index(one.verdict), bool(one.consents), one.cost
 
 
-def _table(found: Plan, width: int, *, verbose: bool) -> Iterator[tuple[str, str]]:
+def _table(found: Plan, width: int, room: int | None) -> list[tuple[str, str]]:
+    """Return the lines of the table, of its most telling rows where there is room for so many lines."""
     shown = shown_candidates(found)
-    kept = shown if verbose else _most_telling(found, shown)
-    rows = [(_mark(one, found), _name(one, found), one) for one in shown if one in kept]
+    kept = shown if room is None else _most_telling(found, shown)
     bar_columns = 0 if width < BAR_FROM else 10 if width < WIDE_FROM else 16
     examples = found.texts.rows if width >= BAR_FROM else None  # of an epoch, whose time is shown
-    yield from _laid_out(rows, width, examples, bar_columns, "set-up")
+    while True:
+        rows = [(_mark(one, found), _name(one, found), one) for one in shown if one in kept]
+        lines = list(_laid_out(rows, width, examples, bar_columns, "set-up"))
+        if room is None or len(kept) <= LEAST_ROWS or len(lines) <= min(room, SHORT_TABLE_LINES):
+            return lines
+        kept = kept[:-1]
 
 
 def _most_telling(found: Plan, shown: Sequence[Candidate]) -> list[Candidate]:

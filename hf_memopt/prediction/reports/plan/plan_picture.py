@@ -112,7 +112,7 @@ def _draw_map(axes: Axes, chart: Mapping[str, Any], one: CandidateData, theme: T
             word, size = WORDS[cell["verdict"]], cell["total_bytes"]
             look: dict[str, Any] = {"facecolor": areas[cell["verdict"]], "edgecolor": theme.paper, "linewidth": 1.5}
             area = axes.add_patch(Rectangle((column, place), 1, 1, **look))
-            text = f"{count} rows{'' if length is None else f' of {length} tokens'}"
+            text = f"{count} examples{'' if length is None else f' of {length} tokens'}"
             text += f", {max(one['examples'] // count, 1)} times: {word}, "
             plotting.explain(area, text + ("as smaller or larger batches show" if size is None else format_bytes(size)))
             said = word if size is None else f"{word}{between}{to_gib(size):.2f}"
@@ -128,5 +128,5 @@ def _draw_map(axes: Axes, chart: Mapping[str, Any], one: CandidateData, theme: T
     axes.set_yticks([place + 0.5 for place in range(len(rows))], [str(count) for count, _ in rows])
     lengths = ["one size" if length is None else f"{length:,}" for length in chart["lengths"]]
     axes.set_xticks([column + 0.5 for column in range(columns)], lengths)
-    axes.set_xlabel("tokens of the longest row" if columns > 1 else "")
-    axes.set_ylabel("rows of a micro-batch")
+    axes.set_xlabel("tokens of the longest example" if columns > 1 else "")
+    axes.set_ylabel("examples at a time")

@@ -125,7 +125,8 @@ class _Recovery:
         loss = self._loss_of(inputs, generates=generates) if is_stock else None
         if loss is None:
             return self._predict_in_parts(model, inputs, predict, state)
-        joined = _JoinedRows(count_rows(inputs), _generation_padding(self._trainer())[0])
+        padding, filling = _generation_padding(self._trainer())
+        joined = _JoinedRows(count_rows(inputs), padding, filling if generates else None)
         try:
             with observed_hooks(self._trainer().model):
                 while joined.done < joined.rows:
@@ -174,9 +175,7 @@ class _Recovery:
         # once per batch; where stock generates it counts no labels, and the loss is a mean
         items = None if generates else trainer._get_num_items_in_batch([inputs], trainer.args.device)
         found = known_loss(trainer, items)
-        if isinstance(found, str) or not isinstance(inputs, Mapping):
-            return None
-        if generates and (found.over == "sum" or not _generation_padding(trainer)[1]):
+        if isinstance(found, str) or not isinstance(inputs, Mapping) or (generates and found.over == "sum"):
             return None
         has_loss = any(inputs.get(name) is not None for name in trainer.label_names)
         reason = (found.reason_against(inputs) if has_loss else None) or splittable_reason(trainer.model)
@@ -224,8 +223,8 @@ def _attempt(call: Callable[..., Any], *args: Any) -> tuple[Any, str | None]:
         return None, str(error).partition("\n")[0]
 
 
-def _generation_padding(trainer: Any) -> tuple[int, bool]:
-    """Return the token with which ``generate`` fills up the shorter texts of a batch, and whether all of it does.
+def _generation_padding(trainer: Any) -> tuple[int, int | None]:
+    """Return the token with which ``generate`` fills up the shorter texts of a batch; and beam search, if another.
 
     Beam search takes a padding of 0 for none. That, and the private ``_gen_kwargs``: transformers 5.8.1 to 5.24.0.
     """
@@ -234,7 +233,7 @@ def _generation_padding(trainer: Any) -> tuple[int, bool]:
     end = end[0] if isinstance(end, list) else end
     beams = getattr(trainer, "_gen_kwargs", {}).get("num_beams") or beams or 1
     found = end if padding is None else padding  # generate uses the end token, the first of several
-    return IGNORED_LABEL if found is None else int(found), not (padding == 0 and beams > 1)
+    return IGNORED_LABEL if found is None else int(found), end if padding == 0 and beams > 1 else None
 
 
 def _counting_once(trainer: Any, inputs: Mapping[str, Any]) -> UndoHandle:
@@ -257,8 +256,10 @@ def _counting_once(trainer: Any, inputs: Mapping[str, Any]) -> UndoHandle:
 class _JoinedRows:
     """The outputs of a batch whose rows come in micro-batches, in one tensor each."""
 
-    def __init__(self, rows: int, padding: int) -> None:
-        self.rows, self.padding = rows, padding
+    def __init__(self, rows: int, padding: int, filling: int | None) -> None:
+        self.rows = rows
+        self.padding, self.filling = padding, filling
+        self.longest = 0  # text so far, to which shorter ones are filled up
         self.done = 0
         self.losses: list[tuple[int, torch.Tensor]] = []  # each with the row at which its micro-batch ends
         self.logits: Any = None
@@ -268,6 +269,11 @@ class _JoinedRows:
         """Add loss, logits and labels of a part, the rows up to ``stop``; on an error nothing was added."""
         loss, logits, labels = predict(part)
         joined_logits = self._place(self.logits, logits, stop)
+        if self.filling is not None:
+            length = int((logits.any(0) * torch.arange(1, logits.shape[1] + 1, device=logits.device)).max())
+            joined_logits[: self.done, self.longest : length] = self.filling
+            joined_logits[self.done : stop, length : self.longest] = self.filling
+            self.longest = max(self.longest, length)
         self.labels = self._place(self.labels, labels, stop)
         self.logits = joined_logits
         if loss is not None:
