@@ -210,7 +210,7 @@ def figures_of(rows: Sequence[Row]) -> tuple[dict[str, Any], np.ndarray]:
             told.append({**same, "reason": row["reason"]})
             continue
         names = ("parameters", "host_bytes", "precision", "rows", "lengths", "simulated", "chunk")
-        kept = {name: row[name] for name in names}
+        kept = {name: row.get(name) for name in names}
         pieces = [
             [piece["lengths"], (np.array(piece["moments"]) / UNIT_BYTES).round().astype(int).tolist()]
             for piece in row["pieces"]

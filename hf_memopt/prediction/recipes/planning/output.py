@@ -105,10 +105,10 @@ def _lines(
         [list(_labelled([(label, wording(text))], width)) for label, text in rows]
         for rows in (labelled, [("Note", note) for note in notes], [trust, *ends])
     )
-    room = None if verbose else SHORT_LINES - sum(map(len, (top, *before, *after))) - 1
-    table = [*_table(found, width, room), ("", "")]
-    if room is not None:
-        of_notes = _cut(of_notes, room + 1 - len(table), "-v" if found.command else "table(verbose=True)")
+    left = SHORT_LINES - sum(map(len, (top, *before, *after)))  # for the table, an empty line and notes
+    table = [*_table(found, width, None if verbose else left - 1 - bool(notes)), ("", "")]
+    if not verbose:
+        of_notes = [*_cut(of_notes, left - len(table), "-v" if found.command else "table(verbose=True)")]
     yield from chain(top, table, *before, *of_notes, *after)
 
 
@@ -251,11 +251,13 @@ def _epochs(found: Plan) -> Iterator[tuple[str, str]]:
         return
     ways = padding["strategies"]
     kept = [ways[0], *(way for way in ways if way["name"].startswith(("bucketed(batch", "packed")))]
-    costs = []
-    for way in kept:
-        time = "" if way["epoch_seconds"] is None else f", {_duration(way['epoch_seconds'])}"
-        costs.append(f"{way['name']} {way['epoch_tokens']:,} tokens{time}")
-    yield "Epoch", "; ".join(costs)
+    costs: list[str] = []
+    for way in kept:  # "bucketed(batch_size=4)"
+        time = "" if way["epoch_seconds"] is None else f" ({_duration(way['epoch_seconds'])})"
+        name = re.match(r"\w+", way["name"])
+        assert name is not None
+        costs.append(f"{name[0]} {way['epoch_tokens']:,}{'' if costs else ' tokens'}{time}")
+    yield "Epoch", ", ".join(costs)
 
 
 def _filled(paragraphs: Iterable[str], width: int) -> Iterator[tuple[str, str]]:
@@ -433,7 +435,8 @@ def _laid_out(
     marks = {mark for mark, _, _ in rows}
     legend = [f"{sign} {meaning}" for sign, meaning in MARKS.items() if sign in marks]
     one = rows[0][2]
-    legend += [f"{one.batch}: {one.rows} at a time, {one.accumulation_steps} times a step"]
+    times = "once" if one.accumulation_steps == 1 else f"{one.accumulation_steps} times"
+    legend += [f"{one.batch}: {one.rows} at a time, {times} a step"]
     while len(said := "   ".join(legend)) >= width:
         legend.pop()
     if legend:
@@ -478,9 +481,8 @@ def _with_consent(found: Plan) -> Iterator[tuple[str, str]]:
             gains += [f"{percent(1 - ratio)} less time"] if ratio < 1 else []
             gains += [f"{percent(ratio - 1)} more time"] if ratio > 1 else []
             freed = chosen.total_bytes - totals.get((one.techniques, chosen.rows), chosen.total_bytes)
-            gains += [f"{format_bytes(freed)} less with as many examples"] if freed > 0 else []
-        what = " and ".join(gains) or "fits"
-        yield "Option", f"allow={','.join(one.consents)} changes training: {_name(one, found)}, {one.batch}: {what}"
+            gains += [f"{format_bytes(freed)} less"] if freed > 0 else []  # with as many examples
+        yield "Option", f"allow={','.join(one.consents)} changes training: {' and '.join(gains) or 'fits'}"
 
 
 # ---- JSON
