@@ -564,7 +564,9 @@ def test_the_table_is_as_wide_as_the_terminal(width: int) -> None:
     assert ("  epoch\n" in text) is (width >= 76)
 
 
-@pytest.mark.parametrize(("notes", "more"), [(0, ""), (1, "1 more note: table(verbose=True)"), (9, "9 more notes: table(verbose=True)")])
+@pytest.mark.parametrize(
+    ("notes", "more"), [(0, ""), (1, "1 more note: table(verbose=True)"), (9, "9 more notes: table(verbose=True)")]
+)
 def test_a_plan_has_18_lines_and_says_what_else_there_is(notes: int, more: str) -> None:
     found = replace(fitting_plan(), notes=tuple(f"note {number}: " + 12 * "a word, " for number in range(notes)))
     text, whole = found.table(80), found.table(80, verbose=True)
