@@ -19,6 +19,7 @@ import batching
 import batching_collation
 import batching_end_to_end
 import checkpointing
+import claims
 import estimation
 import experts
 import fit_page
@@ -70,6 +71,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "demo-results": demo_results,
     "four-setups": four_setups.stored_table,
     "accuracy": _of(accuracy.table, "accuracy"),
+    "claims": claims.table,
     "cli-help": cli_help,
     "padding-sentence": _of_batching(batching.padding_sentence, "lengths"),
     "plan-example": plans.plan_example,
