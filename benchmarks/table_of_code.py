@@ -77,8 +77,8 @@ def tested_versions() -> str:
             failed = counts["failures"] + counts["errors"]
             passed = counts["tests"] - failed - counts["skipped"]
             cells = [*(row["versions"][name] for name in packages), f"{passed:,}", str(failed), str(counts["skipped"])]
-        lines.append((f"`{row['environment']}`", *cells, row["date"]))
-    return markdown(f"| | {' | '.join(packages)} | passed | failed | skipped | date |", lines)
+        lines.append((f"`{row['environment']}`", *cells, row.get("commit", "-"), row["date"]))
+    return markdown(f"| | {' | '.join(packages)} | passed | failed | skipped | commit | date |", lines)
 
 
 def compatibility() -> str:
