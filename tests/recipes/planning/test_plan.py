@@ -406,7 +406,7 @@ def test_the_default_length_of_a_model_that_takes_tokens_one_by_one() -> None:
     """Of 512 tokens a plan of the smallest Mamba takes minutes."""
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3}
     found = plan(transformers.AutoConfig.for_model("mamba", **sizes), gpu="T4")
-    assert "64 tokens are assumed; give the length of your examples (seq_len, or --data FILE)" in found.notes
+    assert "64 tokens are assumed; pass your own seq_len (or --data FILE)" in found.notes
 
 
 @pytest.mark.parametrize(

@@ -208,7 +208,7 @@ def _passed_over(chosen: Candidate, candidates: Sequence[Candidate]) -> str:
 def _notes(simulation: Simulation, texts: Texts, chosen: Candidate | None, is_default: bool) -> Iterable[str]:
     planned, candidates = simulation.texts, simulation.candidates
     if is_default and texts.seq_len is not None and planned.seq_len == texts.seq_len:
-        yield f"{texts.seq_len} tokens are assumed; give the length of your examples (seq_len, or --data FILE)"
+        yield f"{texts.seq_len} tokens are assumed; pass your own seq_len (or --data FILE)"
     if planned.cut and planned.rows:
         yield f"{percent(planned.cut / planned.rows, 1)} of the examples are cut to {planned.seq_len} tokens"
     elif shorter := planned.shorter():
