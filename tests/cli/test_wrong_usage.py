@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 from printed_errors import stopped
 from slow_cases import slow_except
 from tables import tables
@@ -40,6 +42,7 @@ def test_a_wrong_command_line_is_answered_with_what_to_type(line: str, folder: P
     assert not PYTHON.search(done.stderr)
 
 
+@pytest.mark.skipif(Version(version("typer")) < Version("0.29"), reason="older versions of typer have their own words")
 @pytest.mark.parametrize("line", WHOLE)
 def test_a_value_that_cannot_be_is_answered_in_whole(line: str, folder: Path) -> None:
     done = CliRunner().invoke(app, line.split(), prog_name="hf-memopt")

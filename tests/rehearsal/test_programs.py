@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 import judge
 import pytest
 import rehearsals
+from packaging.version import Version
 
 from hf_memopt import estimate
 
@@ -41,6 +42,9 @@ ESTIMATED = {  # the same set-up for `estimate`, of programs of the stock Traine
 }
 
 
+@pytest.mark.skipif(
+    Version(version("transformers")) < Version("5.23"), reason="the stored peaks are of transformers 5.23"
+)
 @pytest.mark.parametrize("name", ESTIMATED)
 def test_a_rehearsal_of_the_stock_trainer_is_what_estimate_says(name: str) -> None:
     figures = STORED[name]["figures"]

@@ -17,8 +17,10 @@ from typing import Any
 import heads
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from packaging.version import Version
 from slow_cases import slow_except
 from torch import nn
 from torch.utils.data import IterableDataset
@@ -35,6 +37,7 @@ from hf_memopt.training.techniques.microbatching.splitting import cut, take_rows
 from scarcity import CASES, Case, Pad, Scarcity, causal_rows, mixed_rows
 
 FLOAT32 = 2**-23  # one bit of a norm's weight, 1: the same gradients, added in another order and over shorter rows
+IS_523 = Version(transformers.__version__) >= Version("5.23")
 FLOAT64 = 1e-12  # AdamW divides by the root of the second moment, so that float32 noise would show as 1e-6
 
 
@@ -114,7 +117,7 @@ def test_weights_and_losses_are_those_of_the_unsplit_run(name: str, tmp_path: Pa
     assert scarcity.count > 6
     one_bit = 2 * FLOAT32 if name == "t5" else FLOAT32  # T5 draws embeddings with a deviation of 1: some are above 2
     assert tiny.largest_difference(whole.model, split.model) <= one_bit
-    assert logged(split, "loss") == pytest.approx(logged(whole, "loss"), abs=1e-6)
+    assert logged(split, "loss") == pytest.approx(logged(whole, "loss"), rel=1e-6)
     assert split.state.global_step == whole.state.global_step == 3
     assert logged(split, "learning_rate") == logged(whole, "learning_rate")
     assert split.data_collator.seen == whole.data_collator.seen
@@ -186,7 +189,8 @@ ADAMW = {"double": True, "optim": "adamw_torch", "learning_rate": 1e-2, "gradien
 TARGETS = Case(heads.NamedTargets, target_rows)
 EXACT: dict[str, tuple[Case, dict[str, Any], dict[str, Any], float]] = {
     "bert, AdamW in float64": (CASES["bert"], {"max_tokens": 24}, ADAMW, FLOAT64),
-    "t5, AdamW in float64": (CASES["t5"], {"max_tokens": 24}, ADAMW, FLOAT64),
+    # T5 of older transformers takes the softmax in float32, over shorter rows here
+    "t5, AdamW in float64": (CASES["t5"], {"max_tokens": 24}, ADAMW, FLOAT64 if IS_523 else 1e-4),
     "images": (CASES["vit"], {"max_tokens": 16, "max_examples": 4}, {}, FLOAT32),
     "rows without a label": (CASES["bert-tokens"], {"max_examples": 1}, {}, FLOAT32),  # whose loss is 0 / 0
     "all fits, without its padding": (CASES["bert"], {"max_tokens": 72}, {}, 0.0),
