@@ -113,7 +113,7 @@ def note(result: dict[str, object]) -> None:
     """Put the result in place of the environment's earlier one."""
     described = ["git", "-C", ROOT, "describe", "--always", "--exclude=*", "--abbrev=12"]
     commit = subprocess.run(described, capture_output=True, text=True, check=False).stdout.strip()
-    dated = {**result, "commit": commit or None, "date": datetime.now(UTC).date().isoformat()}
+    dated = {**result, "commit": commit or "-", "date": datetime.now(UTC).date().isoformat()}
     lines = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []
     kept = [line for line in lines if json.loads(line)["environment"] != result["environment"]]
     whole = RESULTS.with_suffix(".part")

@@ -66,7 +66,7 @@ def test_its_pictures_have_text_titles_and_the_colours_of_the_page(page: str) ->
         assert "fill: var(--paper)" in svg
         assert not set(re.findall(r": (#\w{6})", svg)) & {colour.lower() for colour in vars(LIGHT).values()}
     assert "<title>weights: " in pictures[0]
-    assert "<title>1 examples of 64 tokens, 4 times: fits" in pictures[4]
+    assert "<title>1 example of 64 tokens, 4 times: fits" in pictures[4]
 
 
 def test_without_matplotlib_it_has_its_tables_and_says_what_draws_pictures(

@@ -117,7 +117,7 @@ def test_weights_and_losses_are_those_of_the_unsplit_run(name: str, tmp_path: Pa
     assert scarcity.count > 6
     one_bit = 2 * FLOAT32 if name == "t5" else FLOAT32  # T5 draws embeddings with a deviation of 1: some are above 2
     assert tiny.largest_difference(whole.model, split.model) <= one_bit
-    assert logged(split, "loss") == pytest.approx(logged(whole, "loss"), rel=1e-6)
+    assert logged(split, "loss") == pytest.approx(logged(whole, "loss"), abs=1e-6 if IS_523 else 1e-5)
     assert split.state.global_step == whole.state.global_step == 3
     assert logged(split, "learning_rate") == logged(whole, "learning_rate")
     assert split.data_collator.seen == whole.data_collator.seen

@@ -254,9 +254,8 @@ def _epochs(found: Plan) -> Iterator[tuple[str, str]]:
     costs: list[str] = []
     for way in kept:  # "bucketed(batch_size=4)"
         time = "" if way["epoch_seconds"] is None else f" ({_duration(way['epoch_seconds'])})"
-        name = re.match(r"\w+", way["name"])
-        assert name is not None
-        costs.append(f"{name[0]} {way['epoch_tokens']:,}{'' if costs else ' tokens'}{time}")
+        name = re.split(r"\W", way["name"])[0]
+        costs.append(f"{name} {way['epoch_tokens']:,}{'' if costs else ' tokens'}{time}")
     yield "Epoch", ", ".join(costs)
 
 

@@ -112,7 +112,7 @@ def _draw_map(axes: Axes, chart: Mapping[str, Any], one: CandidateData, theme: T
             word, size = WORDS[cell["verdict"]], cell["total_bytes"]
             look: dict[str, Any] = {"facecolor": areas[cell["verdict"]], "edgecolor": theme.paper, "linewidth": 1.5}
             area = axes.add_patch(Rectangle((column, place), 1, 1, **look))
-            text = f"{count} examples{'' if length is None else f' of {length} tokens'}"
+            text = f"{count} example{'s' * (count != 1)}{'' if length is None else f' of {length} tokens'}"
             text += f", {max(one['examples'] // count, 1)} times: {word}, "
             plotting.explain(area, text + ("as smaller or larger batches show" if size is None else format_bytes(size)))
             said = word if size is None else f"{word}{between}{to_gib(size):.2f}"
