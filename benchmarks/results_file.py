@@ -108,9 +108,14 @@ def installed_versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """Return the commit that was measured, with ``-dirty`` if the tree differs from it; None outside a repository."""
-    command = ["git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
+    """Return the commit that was measured; None outside a repository.
+
+    It ends in ``-dirty`` if the tree differs from it, but for the rows that benchmarks append.
+    """
+    git = ["git", "-C", str(RESULTS.parent.parent)]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        found = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
+    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ".", ":!benchmarks/results"], check=False)
+    return found.stdout.strip() + ("-dirty" if changed.returncode else "")
