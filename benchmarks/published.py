@@ -290,8 +290,8 @@ def status(memory: Mapping[str, Any], seconds: Mapping[str, Any]) -> str:
     return (
         f"Against {found['cases']} GPU memory figures of other people, corrected for library versions, the median "
         f"error is {percent(found['median'], 1)} and the worst {percent(found['worst'], 1)}. Totals with CUDA's "
-        f"context are up to {percent(total['worst_under'], 1)} too low, seconds of {steps} published steps off by up "
-        f"to {percent(worst)}. "
+        f"context are up to {percent(total['worst_under'], 1)} too low: leave that much free. Seconds of {steps} "
+        f"published steps are off by up to {percent(worst)}. "
         "**This project has measured neither memory nor seconds on a GPU yet**; `make bench-gpu` measures yours."
     )
 

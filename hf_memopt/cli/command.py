@@ -289,7 +289,7 @@ def spinner(text: str, errors: Console, *, shown: bool = True) -> Iterator[Calla
     from rich.markup import escape  # a name may hold what rich takes for markup
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    columns = SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
     with Progress(*columns, console=errors, transient=True) as progress:
         task = progress.add_task(escape(text), total=None)
         yield lambda text: progress.update(task, description=escape(text))

@@ -75,7 +75,7 @@ def _print_presets(console: Console) -> None:
     console.print(table, crop=False)
     console.print("batch: examples x accumulation steps.\n", highlight=False)
     console.print(
-        "What differs from the Trainer's defaults, and why: hf-memopt presets 4gb-gpu. For another model, or the "
-        "fastest set-up of one: hf-memopt plan MODEL --gpu NAME",
+        "For encoders of up to BERT-large's size at 512 tokens; for any other model: hf-memopt plan MODEL --gpu NAME. "
+        "What differs from the Trainer's defaults, and why: hf-memopt presets 4gb-gpu",
         highlight=False,
     )

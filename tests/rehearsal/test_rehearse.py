@@ -406,5 +406,6 @@ def test_a_build_for_the_cpu_is_refused_in_two_lines(folder: Path, monkeypatch: 
     assert done.exit_code == 2
     assert done.stderr == (
         "error: torch='2.13.0+cpu' is a build for the CPU; expected one for CUDA\n"
-        "hint: On Linux call: pip install torch. It needs neither a GPU nor a driver. Without one: hf-memopt estimate\n"
+        "hint: A rehearsal needs no GPU and no driver. On Linux, in a new environment: pip install torch. "
+        "Without a rehearsal: hf-memopt estimate\n"
     )

@@ -19,8 +19,11 @@ from hf_memopt.prediction.rehearsal.requirements import TorchBuild
 
 VERSION = "__version__ = '{version}'\ndebug = False\ncuda: Optional[str] = {cuda}\nhip: Optional[str] = {hip}\n"
 OF_CUDA = {"version": "2.14.1+cu130", "cuda": "'13.0'", "hip": "None"}
-WITHOUT = "Without one: hf-memopt estimate"
-TORCH = "expected one for CUDA. On Linux call: pip install torch. It needs neither a GPU nor a driver. " + WITHOUT
+WITHOUT = "Without a rehearsal: hf-memopt estimate"
+TORCH = (
+    "expected one for CUDA. A rehearsal needs no GPU and no driver. On Linux, in a new environment: pip install torch. "
+    + WITHOUT
+)
 TOOL = (
     "is not installed; expected g++ (or $CXX) and nm, to build the stand-in of a GPU once. "
     f"Call, for example: apt install g++ binutils. {WITHOUT}"

@@ -146,8 +146,8 @@ def precision_for(model: Any, gpu: Gpu | None, task: str | None = None) -> tuple
 
 
 OWN_DTYPE = (
-    "weights that are not quantised are counted in float32: load the model with dtype=torch.float32, since "
-    "from_pretrained takes the checkpoint's own dtype; give weights_dtype for another"
+    "counted with float32 weights where they are not quantised: load the model with dtype=torch.float32; for 16-bit "
+    "weights give weights_dtype"
 )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-WITHOUT = "Without one: hf-memopt estimate"
+WITHOUT = "Without a rehearsal: hf-memopt estimate"
 
 
 class RehearsalError(RuntimeError):
@@ -52,7 +52,7 @@ def installed_torch() -> TorchBuild:
     if cuda is None:
         raise RehearsalError(
             f"torch={version!r} is a build for {'ROCm' if 'hip' in found else 'the CPU'}; expected one for CUDA. "
-            f"On Linux call: pip install torch. It needs neither a GPU nor a driver. {WITHOUT}"
+            f"A rehearsal needs no GPU and no driver. On Linux, in a new environment: pip install torch. {WITHOUT}"
         )
     major, minor = cuda.split(".")[:2]
     return TorchBuild(folder, str(version), (int(major), int(minor)))

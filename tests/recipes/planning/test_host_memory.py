@@ -73,7 +73,7 @@ def test_as_many_layers_stay_as_fit() -> None:
 def test_too_little_host_memory_is_said() -> None:
     found = streamed("56MiB", host_memory="50MB")
     assert found.chosen is None
-    assert any("of host memory, and there are 47.7 MiB, as given" in note for note in found.notes)
+    assert any("of host memory; there is 47.7 MiB, as given" in note for note in found.notes)
     assert not found.shortfall.nearest.recipe.streamed
 
 
@@ -157,7 +157,7 @@ def test_less_host_memory_makes_rows_shorter() -> None:
     assert not less.recipe.offload or less.host_bytes <= found.host_bytes // 3
     assert less.seq_len < found.seq_len
     enough = longest(host_memory=2 * found.host_bytes)
-    assert any("of host memory are used, as given" in note for note in enough.notes)
+    assert any(note.startswith("uses ") and "of host memory, as given" in note for note in enough.notes)
 
 
 @pytest.mark.slow

@@ -469,7 +469,7 @@ def test_where_nothing_fits_it_says_what_would() -> None:
     assert text[1].startswith("DOES NOT FIT: the smallest set-up needs ")
     assert "tokens/s" not in str(found)
     labels = [line.split()[0] for line in text[text.index("", 4) :] if line[:1].strip()]
-    assert labels == ["Fails", "Nearest", "Fits", *["Note"] * len(found.notes), "Trust", "Next"]
+    assert labels == ["Fails", "Fits", *["Note"] * len(found.notes), "Trust", "Next"]
     assert text[-1].startswith("Next     call plan with ")
     with pytest.raises(ValueError, match="has no plan that fits a GPU with 14MiB; expected one that does"):
         _ = found.recipe

@@ -87,7 +87,7 @@ def write_report(trainer: Any, peaks: Peaks, record: RunRecord, state: str, *, p
         told = _as_dict(trainer, peaks, record, state, predicted, reason)
         page = _write(trainer, told, record.unwritten, with_page=state == "finished")
         if page is not None and state == "finished":
-            logger.info("report of this run: %s", page)
+            notify(logger, f"report of this run: {page}")
     except Exception as error:  # of a device, a driver or a picture; a report must not cost a training its result
         notify(logger, f"there is no report of this run ({error})")
 

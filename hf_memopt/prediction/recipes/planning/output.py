@@ -41,6 +41,7 @@ BAR_FROM, WIDE_FROM = 76, 100  # columns of a terminal
 LEAST_COLUMNS = 40
 LABEL_COLUMNS = 9
 NO_BREAK = "\N{NO-BREAK SPACE}"
+EPOCHS = {"fixed": "padded", "bucketed": "by length", "packed": "packed"}
 
 Wording = Callable[[str], str]
 
@@ -106,7 +107,8 @@ def _lines(
         for rows in (labelled, [("Note", note) for note in notes], [trust, *ends])
     )
     left = SHORT_LINES - sum(map(len, (top, *before, *after)))  # for the table, an empty line and notes
-    table = [*_table(found, width, None if verbose else left - 1 - bool(notes)), ("", "")]
+    first = len(of_notes[0]) if one is None and of_notes else bool(notes)  # why the host's memory is too small
+    table = [*_table(found, width, None if verbose else left - 1 - first), ("", "")]
     if not verbose:
         of_notes = [*_cut(of_notes, left - len(table), "-v" if found.command else "table(verbose=True)")]
     yield from chain(top, table, *before, *of_notes, *after)
@@ -190,8 +192,9 @@ def _of_shortfall(found: Plan) -> Iterator[tuple[str, str]]:
         f"{where}: {largest} reach {format_bytes(parts[largest])}, {format_bytes(short.lacks_bytes)} too much in all"
     )
     yield "Fails", reach if over else near.says()
-    yield "Nearest", f"{_name(near, found)}, batch {near.batch}"
     what = []
+    if found.method == "full":
+        what.append("perhaps LoRA or QLoRA on this GPU: leave method='full' out")
     if short.consents:
         what.append(f"with your consent, allow={','.join(short.consents)}")
     if short.longest is not None:
@@ -254,7 +257,7 @@ def _epochs(found: Plan) -> Iterator[tuple[str, str]]:
     costs: list[str] = []
     for way in kept:  # "bucketed(batch_size=4)"
         time = "" if way["epoch_seconds"] is None else f" ({_duration(way['epoch_seconds'])})"
-        name = re.split(r"\W", way["name"])[0]
+        name = EPOCHS[re.split(r"\W", way["name"])[0]]
         costs.append(f"{name} {way['epoch_tokens']:,}{'' if costs else ' tokens'}{time}")
     yield "Epoch", ", ".join(costs)
 

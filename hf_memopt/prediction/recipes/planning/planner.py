@@ -51,6 +51,8 @@ from hf_memopt.training.devices import Gpu
 from hf_memopt.training.devices.readings import read_memory
 from hf_memopt.units import format_bytes, parse_bytes, percent
 
+HOST_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # GiB that computers have
+
 if TYPE_CHECKING:
     import os
 
@@ -269,4 +271,8 @@ def _of_host(simulation: Simulation, candidates: Sequence[Candidate], chosen: Ca
         yield f"uses {format_bytes(chosen.host_bytes)} of {has} of host memory, {where}"
     elif chosen is None and lacking:
         least = min(lacking, key=lambda one: (one.spare_bytes < one.margin_bytes, one.host_bytes))
-        yield f"{least.name} needs {format_bytes(least.host_bytes)} of host memory; there is {has}, {where}"
+        needed = next((size for size in HOST_SIZES if size * 2**30 >= least.host_bytes), HOST_SIZES[-1])
+        yield (
+            f"{least.name} needs {format_bytes(least.total_bytes)} of the GPU and {format_bytes(least.host_bytes)} of "
+            f"host memory; there is {has}, {where.replace('64GiB', f'{needed}GiB')}"
+        )
