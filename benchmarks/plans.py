@@ -169,7 +169,8 @@ def plans_table() -> str:
         for model, seq_len in MODELS
     ]
     note = (
-        "- All figures are computed, none was measured on a GPU. Only LoRA and QLoRA may change the training.\n"
+        "- All figures are computed, none was measured on a GPU. *full* may use checkpointing and an 8-bit AdamW; "
+        "LoRA and QLoRA train adapters.\n"
         f"- `4 x 8`: 4 examples at a time, 8 times a step; always {EFFECTIVE_BATCH} examples per optimizer step\n"
         "- then the GPU memory needed, and tokens per second (ViT: images, Whisper: tokens of the labels)\n"
         "- *streamed*: too large for the GPU alone, so the layers' weights wait in host memory "
