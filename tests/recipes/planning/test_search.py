@@ -60,13 +60,13 @@ def named(one: Candidate | None) -> tuple[str, str] | None:
 
 CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("80MiB", 2, {}),
+    ("85MiB", 8, {"lengths": [64] * 10 + [8] * 54}),  # alone finds a search that spends the margin
     ("80MiB", 4, {}),
     ("80MiB", 4, {"goal": "memory"}),
     ("90MiB", 4, {"allow": CONSENTS}),
     ("200MiB", 4, {"allow": CONSENTS}),
     ("200MiB", 4, {"goal": "memory", "allow": CONSENTS}),
     ("120MiB", 4, {"layers": 5}),
-    ("85MiB", 8, {"lengths": [64] * 10 + [8] * 54}),
 ]
 DRAW = random.Random(0)
 for _ in range(12):
@@ -76,7 +76,7 @@ for _ in range(12):
 
 
 @pytest.mark.parametrize(
-    ("memory", "batch", "options"), [CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:])]
+    ("memory", "batch", "options"), [*CASES[:2], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[2:])]
 )
 def test_the_winner_is_that_of_an_exhaustive_search(memory: str, batch: int, options: dict[str, Any]) -> None:
     found = planned(memory, method="full", effective_batch_size=batch, **options).chosen
