@@ -81,7 +81,8 @@ Trainer attached, and attached with `MicrobatchCallback`, `OverflowCallback` and
 | passed / failed / skipped, against | tests of | plain | attached | attached with callbacks | run on |
 |---|---|---|---|---|---|
 | transformers 5.23.0 | 4.57.5 | 202 / 31 / 67 | 200 / 33 / 67 | 198 / 35 / 67 | 2026-11-27 |
-| transformers 5.23.0 | 5.0.0.dev0 (4d0b6758b9) | 183 / 30 / 67 | 182 / 31 / 67 | 180 / 33 / 67 | 2026-11-27 |
+| transformers 5.23.0 | 5.2.0.dev0 (ae05b2ae61) | 285 / 27 / 67 | 283 / 29 / 67 | 280 / 32 / 67 | 2026-11-30 |
+| transformers 5.23.0 | 5.0.0.dev0 (4d0b6758b9) | 183 / 30 / 67 | 182 / 31 / 67 | 180 / 33 / 67 | 2026-11-30 |
 | transformers 5.23.0 | 5.6.0.dev0 (357f414cae) | 267 / 26 / 262 | 267 / 26 / 262 | 262 / 31 / 262 | 2026-11-23 |
 | transformers 5.17.0 | 5.6.0.dev0 (357f414cae) | 268 / 25 / 262 | 268 / 25 / 262 | 263 / 30 / 262 | 2026-11-23 |
 | transformers 5.8.1 | 5.6.0.dev0 (357f414cae) | 268 / 25 / 262 | 268 / 25 / 262 | 263 / 30 / 262 | 2026-11-23 |
