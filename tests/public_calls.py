@@ -99,7 +99,7 @@ def _callback(kind: Any, valid: Mapping[str, Any], also: str = "", **settings: A
 
 
 def _model_call(function: Any, model: Callable[[], Any], **valid: Any) -> Call:
-    return Call(function, lambda folder: {"model": model(), **valid})
+    return Call(function, lambda folder: {"model": model(), **valid}, also={"model": ("lora_targets",)})
 
 
 # ---- Methods, as functions
@@ -284,6 +284,7 @@ CALLS: dict[str, Call] = {
         m.StreamedLayersCallback,
         lambda folder: {"prefetch": 1, "rows": None, "embeddings_on_host": False, "resident": 1},
     ),
+    "OptimizerStateOnHostCallback": Call(m.OptimizerStateOnHostCallback, lambda folder: {"chunk": "64MiB"}),
     "EmbeddingBitsCallback": _callback(m.EmbeddingBitsCallback, {"bits": 32}, optim="adamw_bnb_8bit"),
     "EvaluationGuardCallback": _callback(m.EvaluationGuardCallback, {"reduce": None, "card_budget": "64MiB"}),
     "FreezeCallback": _callback(m.FreezeCallback, {"patterns": "embeddings"}),

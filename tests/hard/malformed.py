@@ -59,10 +59,12 @@ ARRAYS: dict[str, Any] = {
 def malformed() -> st.SearchStrategy[tuple[str, Any]]:
     """Return a strategy of values with their names: those of ``MALFORMED``, and numbers, texts and containers."""
     leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.binary(max_size=20)
-    keys = st.text(max_size=5) | st.integers(-3, 3)
-    made = st.recursive(
-        leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3), max_leaves=5
-    )
+
+    def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        keyed = (st.dictionaries(keys, inner, max_size=3) for keys in (st.text(max_size=5), st.integers(-3, 3)))
+        return st.lists(inner, max_size=3) | st.one_of(*keyed)
+
+    made = st.recursive(leaves, containers, max_leaves=5)
     return st.sampled_from(list(MALFORMED.items())) | made.map(lambda value: (shown(value), value))
 
 

@@ -14,7 +14,7 @@ import random
 import resource
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +217,8 @@ def train_on_without_room(way: str, root: Path, straight: Path) -> None:
     trainer = make_trainer(root / "out", max_steps=4, save_steps=4)
     starving = StarvesAt(way, root, 4, 0)
     trainer.callback_handler.callbacks.insert(0, starving)
-    with warnings.catch_warnings(record=True) as caught, redirect_stdout(io.StringIO()):  # the log may not grow either
+    log = io.StringIO()  # the file of the log may not grow either
+    with warnings.catch_warnings(record=True) as caught, redirect_stdout(log), redirect_stderr(log):
         warnings.simplefilter("always", UserWarning)
         trainer.train()
     starving.end()

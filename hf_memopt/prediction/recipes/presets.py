@@ -67,7 +67,7 @@ def recipe(name: str | os.PathLike[str]) -> Recipe:
 
 def _from_file(path: str | os.PathLike[str]) -> Recipe:
     try:
-        return Recipe.from_json(Path(path).read_text(encoding="utf-8-sig"))
+        return Recipe.from_json(Path(path).read_text(encoding="utf-8-sig", errors="replace"))
     except ValueError as error:
         raise ValueError(f"name={shown(os.fspath(path))} holds no recipe: {error}") from error
     except OSError as error:
