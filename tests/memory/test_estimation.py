@@ -286,7 +286,7 @@ def test_what_is_assumed_of_a_gpu_is_in_the_notes() -> None:
     by_name = [{}, {"weights_dtype": "bfloat16"}, {"recipe": recipe("16gb-gpu")}, {"load_in": "nf4", "lora": 8}]
     for at, changed in enumerate(by_name):
         notes = estimate("gpt2", batch_size=1, seq_len=8, gpu="RTX 3060 12GB", **changed).notes
-        assert any("counted in float32: load the model" in note for note in notes) is (at == 0)
+        assert any("counted with float32 weights" in note for note in notes) is (at == 0)
 
 
 def gpu_of(usable_bytes: int) -> Any:
