@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
+import pytest
 import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback
@@ -82,8 +84,9 @@ LISTS = [
 ]
 
 
-def test_200_trainers(tmp_path: Path) -> None:
+def test_200_trainers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Of six sets of techniques in turn; each trains a step, evaluates and is deleted."""
+    caplog.set_level(logging.CRITICAL, logger="hf_memopt")  # pytest holds what is logged
 
     def one(number: int) -> None:
         names = LISTS[number % len(LISTS)]
