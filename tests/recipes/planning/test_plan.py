@@ -468,6 +468,7 @@ def test_where_nothing_fits_it_says_what_would() -> None:
     text = str(found).splitlines()
     assert text[1].startswith("DOES NOT FIT: the smallest set-up needs ")
     assert "tokens/s" not in str(found)
+    assert "Fits     perhaps LoRA or QLoRA on this GPU: leave method='full' out; a larger" in str(found)
     labels = [line.split()[0] for line in text[text.index("", 4) :] if line[:1].strip()]
     assert labels == ["Fails", "Fits", *["Note"] * len(found.notes), "Trust", "Next"]
     assert text[-1].startswith("Next     call plan with ")

@@ -107,7 +107,7 @@ def _lines(
         for rows in (labelled, [("Note", note) for note in notes], [trust, *ends])
     )
     left = SHORT_LINES - sum(map(len, (top, *before, *after)))  # for the table, an empty line and notes
-    first = len(of_notes[0]) if one is None and of_notes else bool(notes)  # why the host's memory is too small
+    first = len(of_notes[0]) if one is None and of_notes else bool(notes)  # where nothing fits, a note in full
     table = [*_table(found, width, None if verbose else left - 1 - first), ("", "")]
     if not verbose:
         of_notes = [*_cut(of_notes, left - len(table), "-v" if found.command else "table(verbose=True)")]

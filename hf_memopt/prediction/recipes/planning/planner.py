@@ -51,14 +51,14 @@ from hf_memopt.training.devices import Gpu
 from hf_memopt.training.devices.readings import read_memory
 from hf_memopt.units import format_bytes, parse_bytes, percent
 
-HOST_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # GiB that computers have
-
 if TYPE_CHECKING:
     import os
 
     from numpy.typing import ArrayLike
     from torch import nn
     from transformers import PretrainedConfig
+
+HOST_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # GiB that computers have
 
 
 def plan(
@@ -264,15 +264,18 @@ def _of_several(simulation: Simulation, shown: Candidate | None, processes: int,
 def _of_host(simulation: Simulation, candidates: Sequence[Candidate], chosen: Candidate | None) -> Iterable[str]:
     """Yield what host memory the chosen plan takes, or would have taken where nothing fits."""
     has = format_bytes(simulation.host_memory_bytes)
-    where = "this machine's; host_memory='64GiB' plans for another" if simulation.is_this_host else "as given"
+
+    def source(size: int) -> str:
+        return f"this machine's; host_memory='{size}GiB' plans for another" if simulation.is_this_host else "as given"
+
     lacking = [one for one in candidates if one.host_lacks_bytes and not one.consents]
     is_much = chosen is not None and chosen.host_bytes > simulation.host_memory_bytes / 10 > 0
     if chosen is not None and (chosen.recipe.streamed or is_much):
-        yield f"uses {format_bytes(chosen.host_bytes)} of {has} of host memory, {where}"
+        yield f"uses {format_bytes(chosen.host_bytes)} of {has} of host memory, {source(64)}"
     elif chosen is None and lacking:
         least = min(lacking, key=lambda one: (one.spare_bytes < one.margin_bytes, one.host_bytes))
-        needed = next((size for size in HOST_SIZES if size * 2**30 >= least.host_bytes), HOST_SIZES[-1])
+        size = next((size for size in HOST_SIZES if size * 2**30 >= least.host_bytes), HOST_SIZES[-1])
         yield (
             f"{least.name} needs {format_bytes(least.total_bytes)} of the GPU and {format_bytes(least.host_bytes)} of "
-            f"host memory; there is {has}, {where.replace('64GiB', f'{needed}GiB')}"
+            f"host memory; there is {has}, {source(size)}"
         )
