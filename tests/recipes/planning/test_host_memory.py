@@ -82,7 +82,7 @@ def test_optimizer_state_waits_on_the_host_on_every_system() -> None:
     found = plan("Llama-3.2-1B", gpu="RTX 4060 Ti 16GB", method="full", host_memory="64GB", os="windows", seq_len=512)
     assert found.chosen.name == "full, bf16, 8-bit AdamW state on the host, checkpointing"
     assert 4e9 < found.chosen.host_bytes < 4.1e9  # 2 bytes a parameter, and 8 of the embedding
-    assert "\n        hf_memopt.OptimizerStateOnHostCallback(),\n" in found.script()
+    assert "\n        hf_memopt.OptimizerStateOnHostCallback(),  # " in found.script()
     little = plan("Llama-3.2-1B", gpu="RTX 4060 Ti 16GB", method="full", host_memory="2GB", os="windows", seq_len=512)
     assert not any(one.fits and one.recipe.optimizer_state_on_host for one in little.candidates)
 
