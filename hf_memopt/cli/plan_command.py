@@ -89,7 +89,7 @@ def _plans(options: PlanOptions, words: Sequence[str], context: Any, announce: C
             **given,
         )
         command = typed if gpu is None else f"{typed} --gpu {quoted(gpu)}"
-        plans.append(replace(found, notes=(*found.notes, *unread), command=command, rows=rows, task_note=said))
+        plans.append(replace(found, notes=(*unread, *found.notes), command=command, rows=rows, task_note=said))
     return plans
 
 

@@ -43,16 +43,18 @@ def test_a_plan_for_a_file_of_lengths(model: str, tmp_path: Path) -> None:
     rows = [{"input_ids": [1] * length, "url": "a"} for length in [8] * 60 + [40] * 39 + [64]]
     data = tmp_path / "rows.jsonl"
     data.write_text("\n".join(map(json.dumps, rows)))
-    found = run(model, "--gpu", "RTX 3060 12GB", "--data", str(data), "--effective-batch", "4", "--method", "full")
+    asked = (model, "--gpu", "RTX 3060 12GB", "--data", str(data), "--effective-batch", "4", "--method", "full")
+    found = run(*asked)
     assert found.exit_code == 0, found.output
     assert max(map(len, found.output.splitlines())) <= 80
     assert "100 examples, mean " in found.output
     shown = " ".join(found.output.split())
-    assert "Note the longest example has 64 tokens, and none is cut; --seq-len 40 needs less memory and cuts" in shown
-    assert " cuts 1.0 % of the examples" in shown
-    assert "Note columns that are not read: url" in shown
+    assert "Note columns that are not read: url Note 1 more note: -v Trust" in shown
     assert "\nFITS with full fine-tuning" in found.output
-    assert len(found.output.splitlines()) <= 24
+    assert len(found.output.splitlines()) <= 18
+    whole = " ".join(run(*asked, "--verbose").output.split())
+    assert "Note the longest example has 64 tokens, and none is cut; --seq-len 40 needs less memory and cuts" in whole
+    assert " cuts 1.0 % of the examples" in whole
 
 
 def test_a_plan_for_a_budget_alone_is_printed_in_any_encoding(model: str) -> None:

@@ -76,7 +76,7 @@ def test_a_technique_is_not_used_for_ease_alone() -> None:
 
 
 LADDER = [
-    ("66MiB", "lora", "full fine-tuning does not fit with 5 % free"),
+    ("66MiB", "lora", "full fine-tuning does not fit"),
     ("500MiB", "full", ""),
     ("62MiB", "qlora", "neither full fine-tuning nor LoRA fits"),
 ]
@@ -87,7 +87,7 @@ def test_auto_climbs_its_ladder_and_says_so(memory: str, stage: str, says: str) 
     found = planned(memory, effective_batch_size=8)
     assert found.chosen is not None, str(found)
     assert found.chosen.stage == stage
-    assert not says or says in found.notes
+    assert not says or f"{says} with 5 % free" in found.notes
     assert found.recipe is found.chosen.recipe
     assert found.chosen.spare_bytes >= found.chosen.margin_bytes
 
@@ -99,7 +99,7 @@ roberta-base, 128, RTX 3050 4GB: full, bf16, 8-bit AdamW, 32 x 1
 roberta-base, 512, RTX 4060: full, bf16, 16 x 2
 roberta-base, 512, RTX 3050 4GB: full, bf16, 4 x 8
 t5-base, 512, RTX 3060 12GB: full, bf16, 8-bit AdamW, 8 x 4
-t5-base, 512, RTX 3050 4GB: full, bf16, 8-bit AdamW, checkpointing, 8 x 4
+t5-base, 512, RTX 3050 4GB: full, bf16, 8-bit AdamW, checkpointing, expandable segments, 4 x 8
 vit-base-patch16-224, -, RTX 4060: full, bf16, 32 x 1
 whisper-small, 128, RTX 4060: full, bf16, 8-bit AdamW, 4 x 8
 whisper-small, 128, RTX 3050 4GB: full, bf16, 8-bit AdamW, checkpointing, 4 x 8

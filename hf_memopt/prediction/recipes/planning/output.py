@@ -107,8 +107,10 @@ def _lines(
         for rows in (labelled, [("Note", note) for note in notes], [trust, *ends])
     )
     left = SHORT_LINES - sum(map(len, (top, *before, *after)))  # for the table, an empty line and notes
-    first = len(of_notes[0]) if one is None and of_notes else bool(notes)  # where nothing fits, a note in full
-    table = [*_table(found, width, None if verbose else left - 1 - first), ("", "")]
+    noted = min(len(of_notes), 1)
+    if noted and (one is None or found.rows is not None):  # where nothing fits, and of the user's data: a note in full
+        noted = len(of_notes[0]) + (len(of_notes) > 1)
+    table = [*_table(found, width, None if verbose else left - 1 - noted), ("", "")]
     if not verbose:
         of_notes = [*_cut(of_notes, left - len(table), "-v" if found.command else "table(verbose=True)")]
     yield from chain(top, table, *before, *of_notes, *after)
