@@ -163,7 +163,7 @@ def test_the_largest_full_fine_tuning_of_a_gpu(model: str, gpu: str, batch: int,
 # ---- What is asked for
 
 
-WORDS = [("66MiB", "bf16_weights"), ("70MiB", "release_clipping"), ("70MiB", "freeze"), ("62MiB", "shorter")]
+WORDS = [("66MiB", "bf16_weights"), ("70MiB", "release_clipping"), ("70MiB", "freeze"), ("64MiB", "shorter")]
 
 
 @slow
@@ -192,7 +192,7 @@ def test_released_gradients_need_consent_and_the_batch_as_one() -> None:
     assert all((one.rows, one.accumulation_steps) == (2, 1) for one in released)
     fitting = [one for one in needing if one.verdict == "fits"]
     assert "; needs your consent: allow=(" in fitting[0].reason
-    assert f"? Bigger lever, with your consent: allow={fitting[0].consents[0]}" in asked.table(300)
+    assert f"allow={','.join(fitting[0].consents)} changes training" in asked.table(300)
     allowed = planned("72MiB", method="full", allow=fitting[0].consents)
     assert allowed.chosen.fits
     assert set(allowed.recipe.reasons) >= {"optim", "per_device_train_batch_size"}
@@ -370,7 +370,7 @@ def test_a_model_that_is_stored_in_4_bits_is_planned_as_qlora_of_it_is(tmp_path:
     assert found.chosen is not None
     assert same.chosen is not None
     assert found.chosen.total_bytes == same.chosen.total_bytes
-    assert 'from_pretrained(NAME, dtype="bfloat16")' in str(found.script())
+    assert 'NAME, dtype="bfloat16" if cuda else "float32",' in str(found.script())
 
 
 @pytest.mark.slow
