@@ -3,7 +3,7 @@
 The arguments are checkouts of huggingface/transformers and karpathy/nanoGPT; TRL's scripts lie in its wheel. Models are
 named as on the Hub and have empty weights, the data is random words. Each script is rehearsed four times: twice alike,
 then with 1 % more and 1 % less than what it needs. The rows go to ``results/public-scripts-<torch's version>.jsonl``.
-It needs a CUDA build of torch, and no GPU. With an empty cache of torch.compile nanoGPT reserves 2 MiB more: run it again.
+It needs a CUDA build of torch, and no GPU. While torch.compile's cache is empty nanoGPT reserves 2 MiB more.
 
 python benchmarks/public_scripts.py TRANSFORMERS_SRC NANOGPT_SRC --script nanoGPT/train.py  # one of them anew
 """
