@@ -25,7 +25,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_memopt.prediction.memory.tracking import StorageTracker
 from hf_memopt.training.batching.collation.packed_attention import pack_attention
-from hf_memopt.training.batching.plan import PackedRows, best_fit
+from hf_memopt.training.batching.plan import PackedRows
+from hf_memopt.training.batching.plan.packed_rows import best_fit
 
 EXAMPLES, ROW_TOKENS = 1_000_000, 4096
 ROWS, TEXT = (2048, 4096), 256

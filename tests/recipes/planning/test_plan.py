@@ -493,7 +493,7 @@ def test_the_batch_that_would_fit_fits_and_the_next_does_not() -> None:
     found = planned("150MiB", effective_batch_size=64, **options)
     batch = found.shortfall.batch or 0
     assert 1 < batch < 64
-    assert f"{batch} examples per step" in str(found)
+    assert f"{batch} examples per step" in " ".join(str(found).split())
     fitting = planned("150MiB", effective_batch_size=batch, **options).chosen
     assert fitting.fits
     assert fitting.recipe.gradient_release
@@ -550,7 +550,7 @@ def test_no_longer_rows_than_those_of_the_data_are_looked_for() -> None:
 def test_rows_that_are_shorter_than_the_data_say_how_many_they_cut() -> None:
     cut = planned("66MiB", **LONGEST)
     assert (cut.texts.seq_len, cut.texts.cut) == (cut.chosen.seq_len, 10)
-    assert f"rows are cut to {cut.texts.seq_len} tokens, which cuts 15.6 % of them" in cut.notes
+    assert f"15.6 % of the examples are cut to {cut.texts.seq_len} tokens" in cut.notes
 
 
 # ---- Table and JSON
@@ -597,7 +597,7 @@ def test_a_loss_that_compares_rows_is_planned_in_one_batch() -> None:
     clip = transformers.CLIPConfig(**parts)
     found = plan(clip, gpu=custom_gpu("2GiB"), seq_len=16, effective_batch_size=64)
     assert {(one.rows, one.accumulation_steps) for one in found.candidates} == {(64, 1)}
-    assert any("compares the rows of a batch with each other, so all 64 examples" in note for note in found.notes)
+    assert any("compares the examples of a batch, so all 64 of a step are" in note for note in found.notes)
     lacking = plan(clip, gpu=gpu_of("40MiB"), seq_len=16, effective_batch_size=4096)
     assert lacking.chosen is None
     assert 1 <= lacking.shortfall.batch < 4096
