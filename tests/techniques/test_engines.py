@@ -66,9 +66,12 @@ def check_equal(trainer: Any, ranks: Found, weights: Path) -> None:
 
 
 def check_resumed(ranks: Found, folder: Path, case: str) -> None:
-    """The run that was resumed in the middle has to end where the straight one did."""
+    """The run that was resumed in the middle has to end where the straight one did, but for a CPU's last bits.
+
+    Which kernel a small product takes depends on where in memory its tensors lie.
+    """
     straight, resumed = (torch.load(folder / f"{name}.pt") for name in (case, f"{case}, resumed"))
-    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+    torch.testing.assert_close(resumed, straight, rtol=1e-6, atol=1e-8)
     assert all(rank["resumed"] == rank["losses"] for rank in ranks)
     for checkpoint in (folder / case).glob("checkpoint-*"):
         saved = {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()}
