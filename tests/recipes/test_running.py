@@ -216,7 +216,7 @@ def test_where_a_step_does_not_fit(word: str, tmp_path: Path) -> None:
     assert re.search(needs, said)
     micro = "" if word == "release_clipping" else "MicrobatchCallback(), "  # which do not go together
     order = [
-        "with fused cross-entropy and checkpointing policy, by which",
+        "with fused cross-entropy and checkpointing policy the same batch and loss need ",
         f"--allow {word}, which changes the training:",
         "to have the same without hf-memopt run:",
         f"attach(trainer, {micro}EvaluationGuardCallback(), FusedCrossEntropyCallback(), ",

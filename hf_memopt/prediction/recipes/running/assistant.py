@@ -130,14 +130,14 @@ class _Watch(TrainerCallback):
         except Exception as error:  # of foreign code: the script runs without a prediction
             self._say(f"not predicted: {reason(error)}")
             return
-        self._say(f"{self._what(shape)} {self._needs(self._predicted)}")
+        self._say(f"{self._what(shape)} {'needs' if shape.rows == 1 else 'need'} {self._needs(self._predicted)}")
         for note in self._predicted.notes:
             if note.startswith(FOR_ONE_GPU):
                 self._say(note)
 
     def _needs(self, found: Estimate) -> str:
         assert found.gpu is not None
-        needs = f"need {format_bytes(found.total_bytes)} of {format_bytes(found.gpu.usable_bytes)} on {found.gpu.name}"
+        needs = f"{format_bytes(found.total_bytes)} of {format_bytes(found.gpu.usable_bytes)} on {found.gpu.name}"
         if found.verdict == "over" and self._cuts:
             return f"{needs}: steps will be cut, each with the loss of its whole batch"
         return f"{needs}: {found.verdict}"
@@ -164,7 +164,7 @@ class _Watch(TrainerCallback):
                 break
         self._predicted, names, self._changes = min(found, key=lambda one: one[0].total_bytes)
         if names:
-            self._say(f"with {' and '.join(names)}, for the same batch and loss, it {self._needs(self._predicted)}")
+            self._say(f"with {' and '.join(names)} the same batch and loss need {self._needs(self._predicted)}")
         return names
 
     def allow(self, words: Sequence[str]) -> list[str]:
