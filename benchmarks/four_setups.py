@@ -166,11 +166,11 @@ class TokenCounter:
     """Count the real and the padded tokens that a collator returns."""
 
     def __init__(self, collator: Callable[[list[Any]], Mapping[str, Any]]) -> None:
-        self.collator = collator
+        self.data_collator = collator  # the name by which stock wraps one, so that what is inside is seen
         self.examples = self.real_tokens = self.padded_tokens = 0
 
     def __call__(self, features: list[Any]) -> Any:
-        batch = self.collator(features)
+        batch = self.data_collator(features)
         mask = batch["attention_mask"]  # (batch, seq)
         self.examples += mask.shape[0]
         self.real_tokens += int(mask.sum())
