@@ -79,7 +79,8 @@ def _checkpointing(figures: Figures) -> str:
 
 def _fused(figures: Figures) -> str:
     ratios = [step["ratio"] for step in figures["steps"].values()]
-    return f"{percent(1 - max(ratios))} to {percent(1 - min(ratios))} less CPU time"
+    least, most = percent(1 - max(ratios)), percent(1 - min(ratios))
+    return f"{least if least == most else f'{least} to {most}'} less CPU time"
 
 
 def _long_rows(figures: Figures) -> str:
@@ -109,7 +110,7 @@ def _resume(figures: Figures) -> str:
 
 def _manifest(figures: Figures) -> str:
     seconds = figures["cases"]["8 layers, one file"]["seconds"]
-    return f"{percent(seconds['manifest'] / seconds['flushed'] - 1)} more than saving with a flush"
+    return f"{percent(seconds['manifest'] / seconds['flushed'])} of the time of saving with a flush"
 
 
 def _large_models(figures: Figures) -> str:
