@@ -3,8 +3,8 @@
 Estimated, without a GPU: weights in bfloat16, no autocast, checkpointing, gradients released, paged 8-bit AdamW. To
 that come the gradient of the tied embeddings as rows, the loss without logits, and stochastic rounding of the weights.
 Released gradients are neither accumulated nor clipped by their global norm, so the effective batch is the rows of one
-pass. Beside Llama-3.1-8B's 1 GiB of gradient of the head the allocator's gaps decide: expandable segments would reserve
-700 MiB more there, as torch's own allocator does.
+pass. Beside Llama-3.1-8B's 1 GiB of gradient of the head the allocator's gaps decide: torch's own
+reserves more there with expandable segments, which the estimate does not see (docs/accuracy.md).
 
 Beside them, logits and loss of Llama-3.2-1B, 2 x 512 tokens: the most of them at any time of a step.
 """

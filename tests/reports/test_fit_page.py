@@ -50,7 +50,7 @@ def test_a_random_point_is_that_of_a_simulation(rows: list[Row], seed: int) -> N
     )  # of a smaller total, where a chunk of logits counts more
     assert abs(found["allocated"]) <= most
     assert abs(found["total"]) < max(0.05, PAGES_BYTES / sum(parts.values()))  # reserved bytes jump
-    assert abs(found.get("seconds", 0.0)) < 0.12  # published ones are off by up to 28 %
+    assert abs(found.get("seconds", 0.0)) < 0.07  # of 150 points the worst is off by 6.1 %: fit_data.py --check
 
 
 def test_what_the_page_says_of_random_points_is_what_was_found() -> None:

@@ -65,13 +65,10 @@ def check_equal(trainer: Any, ranks: Found, weights: Path) -> None:
         torch.testing.assert_close(whole[name], value.detach(), rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def check_resumed(ranks: Found, folder: Path, case: str) -> None:
-    """The run that was resumed in the middle has to end where the straight one did, but for a CPU's last bits.
-
-    Which kernel a small product takes depends on where in memory its tensors lie.
-    """
+def check_resumed(ranks: Found, folder: Path, case: str, tolerance: float = 0.0) -> None:
+    """The run that was resumed in the middle has to end where the straight one did."""
     straight, resumed = (torch.load(folder / f"{name}.pt") for name in (case, f"{case}, resumed"))
-    torch.testing.assert_close(resumed, straight, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(resumed, straight, rtol=tolerance, atol=tolerance)
     assert all(rank["resumed"] == rank["losses"] for rank in ranks)
     for checkpoint in (folder / case).glob("checkpoint-*"):
         saved = {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()}
@@ -143,7 +140,8 @@ def test_adapters(found: dict[str, Found], folder: Path) -> None:
 
 @pytest.mark.slow
 def test_adapters_resume(tmp_path: Path) -> None:
-    check_resumed(run_cases(tmp_path, "FSDP2", "resumed lora")["resumed lora"], tmp_path, "lora")
+    """On some CPUs adapters differ by up to 7.5e-9, each time by the same; the cause is not known."""
+    check_resumed(run_cases(tmp_path, "FSDP2", "resumed lora")["resumed lora"], tmp_path, "lora", tolerance=1e-8)
 
 
 @pytest.mark.slow
