@@ -154,7 +154,6 @@ def page_of(rows: Sequence[Row]) -> str:
         plain_length=PLAIN_LENGTH,
         published=results_file.last_row("published")["figures"]["summaries"],
         checked=results_file.last_row("fit_data")["figures"],
-        older=len({row["model"] for row in rows} - {row["model"] for row in rows if row["method"] == "streamed"}),
     )
 
 

@@ -30,12 +30,6 @@ def small(rows: list[Row]) -> list[Row]:
     return [row for row in rows if row.get("parameters", 1e12) < 4e8]
 
 
-def of_today(rows: list[Row]) -> list[Row]:
-    """Return the rows of models with every method; the others wait for ``make fit-data``, with an older estimator's."""
-    names = {row["model"] for row in rows if row["method"] == "streamed"}
-    return [row for row in rows if row["model"] in names]
-
-
 def choose(browser: Chromium, field: str, value: str) -> None:
     box = f"const box = document.getElementById('{field}'); box.value = '{value}';"
     browser.value(f"(() => {{ {box} box.dispatchEvent(new Event('input', {{bubbles: true}})) }})()")
@@ -43,7 +37,7 @@ def choose(browser: Chromium, field: str, value: str) -> None:
 
 @pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 24))])
 def test_a_random_point_is_that_of_a_simulation(rows: list[Row], seed: int) -> None:
-    point = random_point(small(of_today(rows)) if seed < 2 else of_today(rows), Random(seed))
+    point = random_point(small(rows) if seed < 2 else rows, Random(seed))
     parts, found = parts_at(point.row, point.gpu, point.length), errors_of(point)
     most = (
         0.02 if point.row["method"] == "streamed" else 0.01
