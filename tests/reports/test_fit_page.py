@@ -39,10 +39,7 @@ def choose(browser: Chromium, field: str, value: str) -> None:
 def test_a_random_point_is_that_of_a_simulation(rows: list[Row], seed: int) -> None:
     point = random_point(small(rows) if seed < 2 else rows, Random(seed))
     parts, found = parts_at(point.row, point.gpu, point.length), errors_of(point)
-    most = (
-        0.02 if point.row["method"] == "streamed" else 0.01
-    )  # of a smaller total, where a chunk of logits counts more
-    assert abs(found["allocated"]) <= most
+    assert abs(found["allocated"]) < 0.03  # the fused loss cuts its rows into chunks: a jump between two lengths
     assert abs(found["total"]) < max(0.05, PAGES_BYTES / sum(parts.values()))  # reserved bytes jump
     assert abs(found.get("seconds", 0.0)) < 0.07  # of 150 points the worst is off by 6.1 %: fit_data.py --check
 
