@@ -96,7 +96,7 @@ bench-published: $(READY) ## predicted memory against what other people measured
 bench-step-time: $(READY) ## predicted seconds of a step against what other people measured on GPUs
 	$(BIN)/python benchmarks/step_time.py
 
-fit-data: $(READY)        ## docs/does-it-fit.html and .parquet; goes on where it stopped, 80 CPU minutes in all
+fit-data: $(READY)        ## docs/does-it-fit.html and .parquet; goes on where it stopped, 160 CPU minutes in all
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[bench]"
 	$(BIN)/python benchmarks/fit_data.py
 
