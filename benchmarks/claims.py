@@ -172,7 +172,7 @@ CLAIMS = (
     Claim("predicted memory against other people's runs", "make bench-published", "published", _published),
     Claim("predicted seconds against other people's runs", "make bench-step-time", "step_time", _step_time),
     Claim("an estimate is quick", "python benchmarks/estimation.py", "estimation", _estimation),
-    Claim("the page Does it fit? between its points", "make fit-data", "fit_data", _page),
+    Claim("the page Does it fit? between its points", "python benchmarks/fit_data.py --check 300", "fit_data", _page),
     Claim("micro-batches", "python benchmarks/microbatch.py", "microbatch", _microbatch),
     Claim(
         "the memory report costs little",
