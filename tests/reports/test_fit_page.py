@@ -41,7 +41,7 @@ def test_a_random_point_is_that_of_a_simulation(rows: list[Row], seed: int) -> N
     parts, found = parts_at(point.row, point.gpu, point.length), errors_of(point)
     assert abs(found["allocated"]) < 0.03  # the fused loss cuts its rows into chunks: a jump between two lengths
     assert abs(found["total"]) < max(0.05, PAGES_BYTES / sum(parts.values()))  # reserved bytes jump
-    assert abs(found.get("seconds", 0.0)) < 0.07  # of 300 points two are off by more, by 11 % at most: fit_data.py --check
+    assert abs(found.get("seconds", 0.0)) < 0.07  # two of 300 points: 11 % at most
 
 
 def test_what_the_page_says_of_random_points_is_what_was_found() -> None:
