@@ -39,7 +39,7 @@ def choose(browser: Chromium, field: str, value: str) -> None:
 def test_a_random_point_is_that_of_a_simulation(rows: list[Row], seed: int) -> None:
     point = random_point(small(rows) if seed < 2 else rows, Random(seed))
     parts, found = parts_at(point.row, point.gpu, point.length), errors_of(point)
-    assert abs(found["allocated"]) < 0.03  # the fused loss cuts its rows into chunks: a jump between two lengths
+    assert abs(found["allocated"]) < 0.03  # pythia-70m with LoRA is off by 2 %
     assert abs(found["total"]) < max(0.05, PAGES_BYTES / sum(parts.values()))  # reserved bytes jump
     assert abs(found.get("seconds", 0.0)) < 0.07  # two of 300 points: 11 % at most
 
